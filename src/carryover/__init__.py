@@ -1,0 +1,1 @@
+"""Carryover Drafting: train and serve drafters that recycle rejected states."""
