@@ -1,0 +1,1 @@
+"""Block drafters: architecture, layout of a block, warm start, checkpoints."""

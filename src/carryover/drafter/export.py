@@ -1,0 +1,59 @@
+"""Stage `export`: a trained drafter as the folder that vLLM loads."""
+
+import json
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from carryover.artifacts import write_manifest
+from carryover.config import Config
+from carryover.drafter.checkpoint import load_into, load_tensors, observed_ids, save_drafter
+from carryover.drafter.model import Drafter
+from carryover.errors import CarryoverError
+from carryover.paths import Paths
+
+
+def run(config: Config, *, target: str, drafter: str, variant: str) -> None:
+    """Write `Paths.drafter(...)` from the last training checkpoint, and check it by loading it.
+
+    The check is a round trip through our own loader, bit for bit; the benchmark's engines load the
+    same folder. Raises CarryoverError where training has not ended or a file is damaged.
+    """
+    started = datetime.now(UTC)
+    paths = Paths(config)
+    trained = paths.trained(target, drafter, variant)
+    if not trained.exists():
+        raise CarryoverError(
+            f"{trained} is missing: {variant} is not trained yet",
+            f"Run `carryover train --variant {variant}` first.",
+        )
+    source = Path(json.loads(trained.read_text())["checkpoint"])
+    folder = paths.drafter(target, drafter, variant)
+    module, tensors = _read(source)
+    shutil.rmtree(folder, ignore_errors=True)
+    save_drafter(folder, module, observed_ids(tensors), tensors.get("lm_head.weight"))
+    again, _ = _read(folder)
+    for name, value in module.state_dict().items():
+        if not torch.equal(value, again.state_dict()[name]):
+            raise CarryoverError(
+                f"{folder}/model.safetensors does not hold {name} as trained",
+                "The disk may be failing; run `carryover export` again.",
+            )
+    write_manifest(
+        folder,
+        stage="export",
+        config=config.stage("export", target, drafter, variant),
+        started=started,
+        seed=config.seed,
+        inputs={"checkpoint": source / "model.safetensors"},
+        extra={"parameters": sum(p.numel() for p in module.parameters())},
+    )
+
+
+def _read(folder: Path) -> tuple[Drafter, dict[str, torch.Tensor]]:
+    config, tensors = load_tensors(folder)
+    module = Drafter(config).to(tensors["fc.weight"].dtype)
+    load_into(module, tensors)
+    return module, tensors

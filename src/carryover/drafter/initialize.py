@@ -1,0 +1,93 @@
+"""A new drafter for a target: its shapes, and weights copied from the target's last blocks."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from carryover.drafter.config import DrafterConfig
+from carryover.drafter.model import Drafter
+from carryover.errors import CarryoverError
+from carryover.target.load import decoder_of
+
+
+def new_config(
+    target: PreTrainedModel,
+    *,
+    feature_layers: list[int],
+    mask_token_id: int,
+    layers: int,
+    proposals: int,
+    slot_layout: Any,
+    qk_norm: bool,
+    draft_vocab_size: int | None,
+) -> DrafterConfig:
+    """Drafter shapes: the target's own width, heads and feed-forward size."""
+    text = target.config.get_text_config()
+    heads = text.num_attention_heads
+    rope = getattr(text, "rope_parameters", None) or {}
+    # Families with one rope per layer type keep a dict of them.
+    rope = rope.get("full_attention", rope)
+    return DrafterConfig(
+        hidden_size=text.hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        intermediate_size=text.intermediate_size,
+        rms_norm_eps=text.rms_norm_eps,
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        max_position_embeddings=text.max_position_embeddings,
+        vocab_size=text.vocab_size,
+        target_hidden_size=text.hidden_size,
+        target_layer_ids=tuple(feature_layers),
+        target_blocks=text.num_hidden_layers,
+        mask_token_id=mask_token_id,
+        proposals=proposals,
+        slot_layout=slot_layout,
+        qk_norm=qk_norm,
+        draft_vocab_size=draft_vocab_size,
+    )
+
+
+@torch.no_grad()
+def initialize_random(drafter: Drafter, seed: int) -> None:
+    """Linear weights from N(0, 0.02), norms at one."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.normal_(0.0, 0.02, generator=generator)
+
+
+@torch.no_grad()
+def initialize_from_target(drafter: Drafter, target: PreTrainedModel) -> None:
+    """Copy the target's last blocks and let the last captured layer through F.
+
+    With the capture right before the copied blocks the first drafter layer reads the very keys
+    and values that the target's own block would; later ones share its `hidden_norm` and read a
+    feature that is one block old.
+    """
+    stack, config = decoder_of(target), drafter.config
+    blocks = stack.layers[-config.num_hidden_layers :]
+    norm = blocks[0].input_layernorm.weight
+    try:
+        drafter.fc.weight.zero_()
+        drafter.fc.weight[:, -config.target_hidden_size :] = torch.eye(config.hidden_size)
+        drafter.hidden_norm.weight.copy_(norm)
+        drafter.norm.weight.copy_(stack.norm.weight)
+        for layer, block in zip(drafter.layers, blocks, strict=True):
+            state = dict(block.state_dict())
+            unknown = set(state) - set(layer.state_dict())
+            if unknown:
+                raise CarryoverError(
+                    f"the target's blocks have weights that a drafter block lacks: "
+                    f"{', '.join(sorted(unknown)[:4])}",
+                    "Set drafters.*.qk_norm to match the target or drafters.*.initialize: random.",
+                )
+            layer.load_state_dict(state)
+    except (RuntimeError, AttributeError) as error:
+        raise CarryoverError(
+            f"the target's last blocks do not fit the drafter ({str(error).splitlines()[0]})",
+            "Set drafters.*.initialize: random.",
+        ) from error

@@ -1,0 +1,241 @@
+"""The block drafter: DFlash's backbone with the carry interface (paper, Algorithm 1).
+
+Shapes: R rows (one response each, right-padded to T tokens), N anchors a row, S slots a block,
+B proposals, H hidden size, nH_t width of the concatenated target features, D head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from carryover.drafter import layout
+from carryover.drafter.config import DrafterConfig
+
+
+@dataclass
+class Carry:
+    """Rejected rows of one round, the temporary context U of the next draft.
+
+    features: [R, N, B, nH_t], the target's at the proposed positions; positions: [R, N, B] int64,
+    where each row was computed; visible: [R, N, B] bool, rows m+1..B.
+    """
+
+    features: Tensor
+    positions: Tensor
+    visible: Tensor
+
+
+class Rotary(nn.Module):
+    """Neox-style rotary embedding; angles in fp32."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x: [..., heads, D]; positions: the shape of x without its last two dimensions."""
+        half = self.head_dim // 2
+        exponents = torch.arange(half, device=x.device, dtype=torch.float32) / half
+        angles = positions[..., None, None].float() * self.theta**-exponents
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        first, second = x.split(half, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """Block queries over [context | carried rows | own block], one softmax over all of them."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        hidden = config.hidden_size
+        self.q_proj = nn.Linear(hidden, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=False)
+        if config.qk_norm:
+            self.q_norm: nn.Module = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm: nn.Module = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+        else:
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+        self.rotary = Rotary(self.head_dim, config.rope_theta)
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., H] at positions [...] -> keys and values, both [..., kv_heads, D]."""
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        return self.rotary(k, positions), v
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        context: Tensor,
+        context_positions: Tensor,
+        context_visible: Tensor,
+        carried: Tensor | None,
+        carry: Carry | None,
+    ) -> Tensor:
+        """One attention output per slot.
+
+        x: [R, N, S, H] normed slot states at positions [R, N, S]; context: [R, T, H] normed fc
+        outputs at context_positions [R, T], seen where context_visible [R, N, T]; carried:
+        [R, N, B, H] normed fc outputs of the carried rows. Returns [R, N, S, H].
+        """
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)))
+        q = self.rotary(q, positions)
+        own_k, own_v = self.keys_values(x, positions)
+        own_visible = torch.ones(*x.shape[:3], dtype=torch.bool, device=x.device)
+        if carried is not None and carry is not None:
+            carried_k, carried_v = self.keys_values(carried, carry.positions)
+            own_k, own_v = torch.cat((carried_k, own_k), 2), torch.cat((carried_v, own_v), 2)
+            own_visible = torch.cat((carry.visible, own_visible), 2)
+        context_k, context_v = self.keys_values(context, context_positions)
+        out = block_attention(
+            q,
+            context_k,
+            context_v,
+            context_visible[:, :, None],
+            own_k,
+            own_v,
+            own_visible[:, :, None],
+        )
+        return self.o_proj(out.flatten(-2))
+
+
+def block_attention(
+    q: Tensor,
+    context_k: Tensor,
+    context_v: Tensor,
+    context_visible: Tensor,
+    own_k: Tensor,
+    own_v: Tensor,
+    own_visible: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    """Softmax attention of blocks over a shared context and each block's own keys.
+
+    The scores of the two parts are computed apart, since a block's own keys are seen by no other
+    block: a dense mask over all blocks' keys would spend N times the work on them.
+
+    q: [R, N, S, heads, D]; context_k, context_v: [R, T, kv_heads, D]; own_k, own_v:
+    [R, N, J, kv_heads, D]; context_visible: [R, N, S or 1, T] and own_visible: [R, N, S or 1, J],
+    bool, each query seeing something. Returns [R, N, S, heads, D].
+    """
+    rows, blocks, size, heads, dim = q.shape
+    kv_heads, length, own = context_k.shape[2], context_k.shape[1], own_k.shape[2]
+    group = heads // kv_heads
+    # [R, kv, N, G, S, D]: a group's queries share a key head.
+    q = q.unflatten(3, (kv_heads, group)).permute(0, 3, 1, 4, 2, 5)
+    context_scores = q.reshape(rows, kv_heads, -1, dim) @ context_k.permute(0, 2, 3, 1)
+    own_scores = q.reshape(rows, kv_heads, blocks, group * size, dim) @ own_k.permute(0, 3, 1, 4, 2)
+    shape = (rows, kv_heads, blocks, group, size)
+    scores = torch.cat((context_scores.view(*shape, length), own_scores.view(*shape, own)), -1)
+    queries = max(context_visible.shape[2], own_visible.shape[2])
+    parts = (v.expand(-1, -1, queries, -1) for v in (context_visible, own_visible))
+    visible = torch.cat(tuple(parts), -1)[:, None, :, None]
+    scores = scores.float() * (dim**-0.5 if scale is None else scale)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(q.dtype)
+    context_weights, own_weights = weights.split((length, own), -1)
+    out = context_weights.reshape(rows, kv_heads, -1, length) @ context_v.permute(0, 2, 1, 3)
+    own_out = own_weights.reshape(rows, kv_heads, blocks, group * size, own) @ own_v.permute(
+        0, 3, 1, 2, 4
+    )
+    out = out.view(*shape, dim) + own_out.view(*shape, dim)
+    return out.permute(0, 2, 4, 1, 3, 5).reshape(rows, blocks, size, heads, dim)
+
+
+class MLP(nn.Module):
+    """Gated SiLU feed-forward."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """A Qwen3-style pre-norm transformer block."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, *attention: Tensor | Carry | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), *attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """DFlash backbone; parameters are named as in z-lab's `DFlashDraftModel` checkpoints.
+
+    The target's input embedding and the head are frozen and shared: they are handed in with
+    `share` and are neither parameters nor part of a checkpoint.
+    """
+
+    embedding: Tensor  # [V, H], the target's
+    head: Tensor  # [V or V_d, H], the target's rows
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.carry and config.carry_distinction == "embedding":
+            self.carry_embedding = nn.Parameter(torch.zeros(config.feature_size))  # E_carry
+
+    def share(self, embedding: Tensor, head: Tensor) -> None:
+        """Attach the frozen input embedding [V, H] and head rows [V or V_d, H]."""
+        self.register_buffer("embedding", embedding.detach(), persistent=False)
+        self.register_buffer("head", head.detach(), persistent=False)
+
+    def project(self, features: Tensor) -> Tensor:
+        """Normed F(h), what every layer's K and V read: [..., nH_t] -> [..., H]."""
+        return self.hidden_norm(self.fc(features))
+
+    def forward(
+        self,
+        anchor_tokens: Tensor,
+        anchors: Tensor,
+        features: Tensor,
+        carry: Carry | None = None,
+    ) -> Tensor:
+        """Hidden states that predict positions a+1 .. a+B.
+
+        anchor_tokens, anchors: [R, N] int64, token and position of each anchor (positions count
+        from the start of the row); features: [R, T, nH_t], row t being position t's.
+        Returns [R, N, B, H], normed, ready for the head.
+        """
+        config = self.config
+        ids = layout.block_inputs(
+            anchor_tokens, config.mask_token_id, config.slot_layout, config.proposals
+        )
+        positions = layout.slot_positions(anchors, config.slot_layout, config.proposals)
+        length = features.shape[1]
+        context = self.project(features)
+        context_positions = torch.arange(length, device=anchors.device).expand(len(anchors), -1)
+        visible = layout.context_visible(anchors, length)
+        carried = None if carry is None else self.project(self.mark(carry.features))
+        x = F.embedding(ids, self.embedding)
+        for block in self.layers:
+            x = block(x, positions, context, context_positions, visible, carried, carry)
+        return self.norm(x)[:, :, layout.predicting_slots(config.slot_layout, config.proposals)]
+
+    def mark(self, features: Tensor) -> Tensor:
+        """Carried features told apart from committed ones: h + E_carry (Algorithm 1, line 1)."""
+        if self.config.carry_distinction == "embedding":
+            return features + self.carry_embedding
+        return features

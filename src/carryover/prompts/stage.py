@@ -1,0 +1,83 @@
+"""Writes `prompts/train.jsonl` and `prompts/evaluation/DATASET.jsonl`, each with a manifest."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+from carryover.artifacts import atomic_path, write_manifest
+from carryover.config import Config
+from carryover.errors import CarryoverError
+from carryover.paths import Paths
+from carryover.prompts.files import read_subset
+from carryover.prompts.generate import evaluation_prompts, train_prompts
+from carryover.prompts.hub import hub_evaluation_prompts, hub_train_prompts
+from carryover.prompts.prompt import Prompt
+
+
+def run(config: Config) -> None:
+    """Writes the training set and every evaluation set that the config names.
+
+    Raises CarryoverError when a source is missing, too small or (hub) out of reach, or when an
+    evaluation prompt is also a training prompt.
+    """
+    paths = Paths(config)
+    started = datetime.now(UTC)
+    train = _train(config)
+    seen = {prompt.prompt for prompt in train}
+    written = [(paths.train_prompts(), train)]
+    for dataset in config.prompts.evaluation.datasets:
+        prompts = _evaluation(config, dataset)
+        if config.prompts.train.source == "generated":
+            _check_held_out(dataset, prompts, seen)
+        written.append((paths.evaluation(dataset), prompts))
+    for path, prompts in written:
+        write_prompts(path, prompts)
+        write_manifest(
+            path,
+            stage="prompts",
+            config=config.stage("prompts"),
+            started=started,
+            seed=config.seed,
+            inputs=_inputs(config),
+            extra={"prompts": len(prompts)},
+        )
+
+
+def write_prompts(path: Path, prompts: list[Prompt]) -> None:
+    """One JSON object a line: id, dataset, prompt, template, topic."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # ASCII only: a raw U+2028 or U+0085 in a prompt would end the line for str.splitlines().
+    lines = (json.dumps(prompt.row()) + "\n" for prompt in prompts)
+    with atomic_path(path) as temporary:
+        temporary.write_text("".join(lines), "utf-8")
+
+
+def _train(config: Config) -> list[Prompt]:
+    settings = config.prompts.train
+    build = hub_train_prompts if settings.source == "hub" else train_prompts
+    return build(settings.count, config.seed)
+
+
+def _evaluation(config: Config, dataset: str) -> list[Prompt]:
+    settings = config.prompts.evaluation
+    count = settings.prompts_per_dataset
+    if settings.source == "hub":
+        return hub_evaluation_prompts(dataset, count)
+    # HumanEval has its own package; a file of the other kinds rarely holds it.
+    if settings.source.startswith("path:") and dataset != "HumanEval":
+        return read_subset(Path(settings.source.removeprefix("path:")), dataset, count)
+    return evaluation_prompts(dataset, count, config.seed)
+
+
+def _inputs(config: Config) -> dict[str, Path]:
+    source = config.prompts.evaluation.source
+    return {"evaluation": Path(source.removeprefix("path:"))} if source.startswith("path:") else {}
+
+
+def _check_held_out(dataset: str, prompts: list[Prompt], seen: set[str]) -> None:
+    shared = next((prompt for prompt in prompts if prompt.prompt in seen), None)
+    if shared is not None:
+        raise CarryoverError(
+            f"evaluation set '{dataset}': prompt {shared.id} is also a training prompt",
+            "Use another prompts.evaluation.source",
+        )

@@ -1,0 +1,319 @@
+"""Stage `responses`: the target answers every training prompt.
+
+Writes `responses/{target}/shard-00000.jsonl ...`, one object a line and prompt: `prompt_id`,
+`dataset`, `prompt_ids`, `response_ids` (the end-of-sequence id included, where one was generated)
+and `finish_reason` (`stop` or `length`). Shard k holds the prompts from k * shard_size on.
+
+Finished shards are listed with their hash in `shards.json`, so that a run that was interrupted
+goes on with the rest, and a shard that was cut short is written again. The manifest comes last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from carryover.artifacts import (
+    atomic_path,
+    config_hash,
+    file_sha256,
+    read_manifest,
+    write_manifest,
+)
+from carryover.config import Config
+from carryover.engine_process import EngineProcess, Message
+from carryover.errors import CarryoverError
+from carryover.jsonl import read_rows
+from carryover.ledger import Ledger
+from carryover.paths import Paths
+from carryover.progress import Progress
+from carryover.prompts.render import render
+from carryover.serving_env import vllm_environment
+from carryover.target import DTYPES, load_tokenizer
+
+_KV_BLOCK = 128  # tokens a KV-cache block, vLLM's CPU default
+
+
+@dataclass(frozen=True)
+class Question:
+    """A rendered training prompt and the shard that its answer belongs to."""
+
+    prompt_id: str
+    dataset: str
+    prompt_ids: list[int]
+    max_tokens: int
+    shard: int
+
+
+def run(config: Config, *, target: str) -> None:
+    """Answer every training prompt that is not answered yet, then write the manifest.
+
+    A prompt that leaves no room for an answer in `responses.max_model_len` is left out; the
+    manifest counts them. Raises CarryoverError when an input is missing or an engine fails.
+    """
+    started = datetime.now(UTC)
+    paths = Paths(config)
+    model = paths.target(target)
+    subset = config.stage("responses", target=target)
+    read_manifest(model, stage="target", config=config.stage("target", target=target))
+    read_manifest(paths.train_prompts(), stage="prompts", config=config.stage("prompts"))
+
+    questions, left_out = _questions(config, target)
+    folder = paths.responses(target)
+    inputs = {"target": model, "prompts": paths.train_prompts()}
+    (folder / "manifest.json").unlink(missing_ok=True)
+    shards = _Shards(folder, questions, key=_result_key(subset, inputs))
+    missing = [question for question in questions if question.shard not in shards]
+    if missing:
+        with (
+            Progress(
+                total=sum(q.max_tokens for q in missing), unit="token", desc=f"responses {target}"
+            ) as progress,
+            _engines(config, target, missing) as messages,
+        ):
+            answered = 0
+            for message in messages:
+                if "tokens" in message:
+                    progress.update(message["tokens"], prompts=f"{answered}/{len(missing)}")
+                else:
+                    answered += 1
+                    question = missing[int(message["id"])]
+                    shards.add(question, message["response_ids"], message["finish_reason"])
+                    # A response that ends early never uses the rest of its budget.
+                    progress.total -= question.max_tokens - len(message["response_ids"])
+    write_manifest(
+        folder,
+        stage="responses",
+        config=subset,
+        started=started,
+        seed=config.seed,
+        inputs=inputs,
+        extra={"responses": len(questions), "prompts_without_room": left_out},
+    )
+
+
+def read_responses(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of all shards, in the order of the prompts."""
+    rebuild = f"Delete {folder} and run `carryover responses` again."
+    return [
+        row for path in sorted(folder.glob("shard-*.jsonl")) for row in read_rows(path, rebuild)
+    ]
+
+
+def _questions(config: Config, target: str) -> tuple[list[Question], int]:
+    paths, settings = Paths(config), config.responses
+    tokenizer = load_tokenizer(paths.target(target))
+    rows = read_rows(paths.train_prompts(), "Run `carryover prompts` again.")
+    questions = []
+    for index, row in enumerate(rows):
+        ids = render(tokenizer, row["prompt"], thinking=config.targets[target].thinking)
+        room = settings.max_model_len - len(ids)
+        if room > 0:
+            questions.append(
+                Question(
+                    prompt_id=row["id"],
+                    dataset=row["dataset"],
+                    prompt_ids=ids,
+                    max_tokens=min(settings.max_tokens, room),
+                    shard=index // settings.shard_size,
+                )
+            )
+    if not questions:
+        raise CarryoverError(
+            f"none of the {len(rows)} training prompts leaves room for an answer",
+            "Raise responses.max_model_len.",
+        )
+    return questions, len(rows) - len(questions)
+
+
+def _result_key(subset: dict[str, Any], inputs: dict[str, Path]) -> str:
+    """Hash everything that decides the answers; shards of another key are not kept."""
+    hashes = {
+        name: file_sha256(path / "manifest.json" if path.is_dir() else path)
+        for name, path in inputs.items()
+    }
+    return config_hash({"config": subset, "inputs": hashes})
+
+
+class _Shards:
+    """Collects answers and writes each shard when its last one is there."""
+
+    def __init__(self, folder: Path, questions: Sequence[Question], key: str) -> None:
+        self._folder = folder
+        self._ledger = Ledger(folder, key, "shard-*.jsonl")
+        self._lines: dict[int, dict[str, str]] = {}
+        self._order: dict[int, list[str]] = {}
+        for question in questions:
+            self._order.setdefault(question.shard, []).append(question.prompt_id)
+
+    def __contains__(self, shard: int) -> bool:
+        return _shard_name(shard) in self._ledger
+
+    def add(self, question: Question, response_ids: list[int], finish_reason: str) -> None:
+        lines = self._lines.setdefault(question.shard, {})
+        lines[question.prompt_id] = json.dumps(
+            {
+                "prompt_id": question.prompt_id,
+                "dataset": question.dataset,
+                "prompt_ids": question.prompt_ids,
+                "response_ids": response_ids,
+                "finish_reason": finish_reason,
+            }
+        )
+        order = self._order[question.shard]
+        if len(lines) == len(order):
+            name = _shard_name(question.shard)
+            with atomic_path(self._folder / name) as temporary:
+                temporary.write_text("".join(lines[i] + "\n" for i in order), encoding="utf-8")
+            self._ledger.add(name)
+            del self._lines[question.shard]
+
+
+def _shard_name(shard: int) -> str:
+    return f"shard-{shard:05d}.jsonl"
+
+
+@contextmanager
+def _engines(
+    config: Config, target: str, questions: Sequence[Question]
+) -> Iterator[Iterator[Message]]:
+    """Start the engines, deal the questions out to them and yield their merged messages."""
+    cores = _core_groups()
+    log_folder = Paths(config).responses(target).parent
+    incoming: queue.Queue[Message | CarryoverError] = queue.Queue()
+
+    def forward(engine: EngineProcess) -> None:
+        try:
+            while "end" not in (message := engine.receive()):
+                incoming.put(message)
+            incoming.put(message)
+        except CarryoverError as error:
+            incoming.put(error)
+
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(
+                EngineProcess(
+                    "carryover.generation",
+                    vllm_environment(group),
+                    log_folder / f"{target}.engine-{index}.log",
+                    "responses",
+                )
+            )
+            for index, group in enumerate(cores)
+        ]
+        for index, engine in enumerate(engines):
+            # Dealt in turn, so that the first shard is finished first.
+            share = list(enumerate(questions))[index :: len(engines)]
+            engine.send(_setup(config, target, [question for _, question in share]))
+            threading.Thread(target=_ask, args=(config, engine, share), daemon=True).start()
+            threading.Thread(target=forward, args=(engine,), daemon=True).start()
+        yield _until_all_end(incoming, len(engines))
+
+
+def _ask(config: Config, engine: EngineProcess, share: Sequence[tuple[int, Question]]) -> None:
+    """Send the questions; the worker reads them once it has started."""
+    try:
+        for number, question in share:
+            engine.send(
+                {
+                    "id": str(number),
+                    "prompt_ids": question.prompt_ids,
+                    "max_tokens": question.max_tokens,
+                    "seed": _seed(config, question),
+                }
+            )
+        engine.send({"end": True})
+    except (CarryoverError, ValueError):
+        return  # the engine has died, or was closed: the receiving side reports it
+
+
+def _until_all_end(
+    incoming: queue.Queue[Message | CarryoverError], engines: int
+) -> Iterator[Message]:
+    running = engines
+    while running:
+        message = incoming.get()
+        if isinstance(message, CarryoverError):
+            raise message
+        if "end" in message:
+            running -= 1
+        elif "ready" not in message:
+            yield message
+
+
+def _setup(config: Config, target: str, share: Sequence[Question]) -> Message:
+    settings = config.responses
+    on_cpu = not torch.cuda.is_available()
+    engine: dict[str, Any] = {
+        "model": str(Paths(config).target(target)),
+        "dtype": config.targets[target].dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "enforce_eager": on_cpu,
+        "enable_prefix_caching": False,
+        # vLLM's neutral defaults, not the sampling defaults that the model's authors ship.
+        "generation_config": "vllm",
+        "seed": config.seed,
+    }
+    if on_cpu:
+        engine["kv_cache_memory_bytes"] = kv_cache_bytes(
+            Paths(config).target(target),
+            config.targets[target].dtype,
+            longest=max(len(q.prompt_ids) + q.max_tokens for q in share),
+            sequences=min(settings.max_num_seqs, len(share)),
+            max_model_len=settings.max_model_len,
+        )
+    sampling = {
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+    }
+    return {"engine": engine, "sampling": sampling}
+
+
+def kv_cache_bytes(
+    folder: Path, dtype: str, *, longest: int, sequences: int, max_model_len: int
+) -> int:
+    """Return the KV-cache size that holds `sequences` sequences of `longest` tokens at once.
+
+    At least one sequence of `max_model_len` tokens, without which vLLM refuses to start.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim  # K and V
+
+    def blocks(tokens: int) -> int:
+        return -(-tokens // _KV_BLOCK)
+
+    # One block more: vLLM keeps the first one for itself.
+    needed = 1 + max(sequences * blocks(longest), blocks(max_model_len))
+    return needed * _KV_BLOCK * numbers * DTYPES[dtype].itemsize
+
+
+def _seed(config: Config, question: Question) -> int | None:
+    """Return a sampling seed that depends on the prompt alone; greedy decoding needs none."""
+    if config.responses.temperature == 0:
+        return None
+    digest = hashlib.sha256(f"{config.seed}/responses/{question.prompt_id}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def _core_groups() -> list[list[int] | None]:
+    """Return the cores of each engine: on CPU one engine a core, else one engine in all."""
+    if torch.cuda.is_available():
+        return [None]
+    return [[core] for core in sorted(os.sched_getaffinity(0))]

@@ -1,0 +1,14 @@
+"""Carryover drafters served by vLLM: a plugin of subclasses, pinned to known versions of vLLM.
+
+    plugin.py         what vLLM calls at start-up: registers the drafter's architecture
+    versions.py       the versions of vLLM that this package was written against
+    refusal.py        what is registered instead under any other version
+    drafter_config.py reads and checks a drafter's config.json against target and engine settings
+    model.py          the draft model: stock DFlash plus E_carry
+    carry.py          which rows are carried: pure functions on tensors
+    proposer.py       the round: stock DFlash inputs, the rejected rows kept as context
+    worker.py         puts that proposer into vLLM's model runner
+    corrections.py    two faults of vLLM 0.32 on CPU
+
+Nothing here is imported before a carryover drafter is served, except `plugin` and `versions`.
+"""

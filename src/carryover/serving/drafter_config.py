@@ -1,0 +1,165 @@
+"""Reads a drafter's config.json and refuses what this plugin would serve wrongly.
+
+Every check raises CarryoverError before weights are read, with one line that names the key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from carryover.errors import CarryoverError
+from carryover.serving.plugin import WORKER
+
+_EXPORT_AGAIN = "Export the drafter again with `carryover export`."
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """What the `carryover` field of config.json says.
+
+    enabled: rejected rows are carried (false: the same weights served as a plain DFlash drafter).
+    qk_norm: the drafter's blocks normalise queries and keys, as Qwen3 does (false: as Llama).
+    """
+
+    enabled: bool
+    qk_norm: bool
+
+    @classmethod
+    def of(cls, hf_config: Any) -> DrafterSettings:
+        """Read them from the drafter's config. Raises CarryoverError where they are unusable."""
+        field = getattr(hf_config, "carryover", None)
+        if not isinstance(field, dict) or not isinstance(field.get("enabled"), bool):
+            raise CarryoverError(
+                "the drafter's config.json has no `carryover.enabled` (true or false)",
+                _EXPORT_AGAIN,
+            )
+        layout = field.get("slot_layout")
+        if layout != "fill_in":
+            raise CarryoverError(
+                f"`carryover.slot_layout` is {layout!r}, and vLLM's dflash method fills slots in "
+                "(slot k predicts anchor + k)",
+                "Train and export with slot_layout: fill_in.",
+            )
+        qk_norm = field.get("qk_norm", True)
+        if not isinstance(qk_norm, bool):
+            raise CarryoverError(
+                f"`carryover.qk_norm` is {qk_norm!r}, not true or false", _EXPORT_AGAIN
+            )
+        return cls(enabled=field["enabled"], qk_norm=qk_norm)
+
+
+def check(vllm_config: VllmConfig) -> DrafterSettings:
+    """Check a drafter against its target and the engine's settings.
+
+    Returns what its `carryover` field says. Raises CarryoverError for a drafter of another target
+    and for settings under which its drafts would be wrong or untested.
+    """
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    drafter = speculative.draft_model_config.hf_config
+    settings = DrafterSettings.of(drafter)
+    _check_engine(vllm_config, drafter, settings)
+    _check_target(vllm_config, drafter)
+    _check_blocks(drafter)
+    return settings
+
+
+def _check_engine(vllm_config: VllmConfig, drafter: Any, settings: DrafterSettings) -> None:
+    speculative = vllm_config.speculative_config
+    parallel = vllm_config.parallel_config
+    assert speculative is not None
+    if speculative.method != "dflash":
+        raise CarryoverError(
+            f"a carryover drafter is served with method dflash, not {speculative.method!r}",
+            'Put "method": "dflash" into --speculative-config.',
+        )
+    if vllm_config.use_v2_model_runner:
+        raise CarryoverError(
+            "carryover drafters are not served by vLLM's V2 model runner yet",
+            "Set the environment variable VLLM_USE_V2_MODEL_RUNNER=0.",
+        )
+    if settings.enabled and parallel.worker_cls != WORKER:
+        raise CarryoverError(
+            "this drafter carries rejected states over, which vLLM's own worker does not do",
+            f"Add --worker-cls {WORKER} (LLM(..., worker_cls=...) in Python).",
+        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = getattr(parallel, name)
+        if size > 1:
+            raise CarryoverError(
+                f"carryover drafters are served on one device, and {name} is {size}",
+                f"Set {name} to 1.",
+            )
+    if speculative.draft_model_config.quantization is not None:
+        raise CarryoverError(
+            f"quantized drafters ({speculative.draft_model_config.quantization}) are not supported",
+            "Serve the drafter unquantized.",
+        )
+    proposals = getattr(drafter, "block_size", 0) - 1
+    if proposals < 1:
+        raise CarryoverError(
+            "the drafter's config.json has no `block_size` (proposals + 1)", _EXPORT_AGAIN
+        )
+    if speculative.num_speculative_tokens > proposals:
+        raise CarryoverError(
+            f"num_speculative_tokens is {speculative.num_speculative_tokens}, and the drafter was "
+            f"trained to propose {proposals}",
+            f"Set num_speculative_tokens to {proposals} or less.",
+        )
+
+
+def _check_target(vllm_config: VllmConfig, drafter: Any) -> None:
+    target = vllm_config.model_config
+    other = f"This drafter is for another target than {target.model}."
+    width = getattr(drafter, "target_hidden_size", None) or drafter.hidden_size
+    if width != target.get_hidden_size():
+        raise CarryoverError(
+            f"the drafter reads features of width {width} a layer, and the target's are "
+            f"{target.get_hidden_size()} wide",
+            other,
+        )
+    if drafter.hidden_size != target.get_hidden_size():
+        raise CarryoverError(
+            f"the drafter's hidden_size is {drafter.hidden_size}, and it shares the target's "
+            f"embeddings, which are {target.get_hidden_size()} wide",
+            other,
+        )
+    if drafter.vocab_size != target.get_vocab_size():
+        raise CarryoverError(
+            f"the drafter's vocab_size is {drafter.vocab_size}, and the target's is "
+            f"{target.get_vocab_size()}",
+            other,
+        )
+    settings = getattr(drafter, "dflash_config", None) or {}
+    layers = settings.get("target_layer_ids") or []
+    blocks = target.get_total_num_hidden_layers()
+    # vLLM hands the features over in layer order, whatever the order of this list.
+    if not layers or layers != sorted(set(layers)):
+        raise CarryoverError(
+            f"`dflash_config.target_layer_ids` is {layers}, not an increasing list", _EXPORT_AGAIN
+        )
+    if layers[0] < 0 or layers[-1] >= blocks:
+        raise CarryoverError(
+            f"`dflash_config.target_layer_ids` is {layers}, and the target has blocks 0 to "
+            f"{blocks - 1}",
+            other,
+        )
+    mask = settings.get("mask_token_id")
+    if not isinstance(mask, int) or not 0 <= mask < drafter.vocab_size:
+        raise CarryoverError(
+            f"`dflash_config.mask_token_id` is {mask}, not a token id below {drafter.vocab_size}",
+            _EXPORT_AGAIN,
+        )
+
+
+def _check_blocks(drafter: Any) -> None:
+    settings = getattr(drafter, "dflash_config", None) or {}
+    layer_types = getattr(drafter, "layer_types", None) or []
+    if settings.get("use_swa") or "sliding_attention" in layer_types:
+        raise CarryoverError(
+            "the drafter has sliding-window layers, which carryover does not support",
+            "Use a drafter whose `layer_types` are all full_attention.",
+        )

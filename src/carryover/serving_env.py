@@ -1,0 +1,45 @@
+"""The environment in which a vLLM engine's process starts.
+
+OpenMP reads its thread count and binding once, when its library is loaded, and LD_PRELOAD acts
+only on a new process: so these variables are set by whoever starts the process, in this one place.
+docs/performance.md has the measurements behind the choices.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+
+def vllm_environment(cores: Sequence[int] | None = None) -> dict[str, str]:
+    """Return the variables to add for one engine process.
+
+    `cores`: the CPU cores its threads are bound to; None means every core this process may use.
+    On a machine with CUDA nothing about threads is set.
+    """
+    environment = {
+        # The engine runs in the process itself. On CPU a separate engine core would spend one of
+        # the cores on waiting, and would outlive a worker that is killed.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Every checkpoint is a local folder.
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if torch.cuda.is_available():
+        return environment
+    chosen = sorted(os.sched_getaffinity(0)) if cores is None else list(cores)
+    environment["OMP_NUM_THREADS"] = str(len(chosen))
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"  # of the package intel-openmp
+    if openmp.is_file():
+        environment["LD_PRELOAD"] = str(openmp)
+        proclist = ",".join(map(str, chosen))
+        environment["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{proclist}]"
+        # Milliseconds a thread spins after a parallel region: long enough for the next layer's,
+        # short enough that an idle engine leaves the cores to the others.
+        environment["KMP_BLOCKTIME"] = "5"
+    return environment

@@ -1,0 +1,68 @@
+"""Stage `target`: fetch or convert a frozen target into one folder that every stage reads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+from carryover.artifacts import write_manifest
+from carryover.config import Config
+from carryover.errors import CarryoverError
+from carryover.paths import Paths
+from carryover.target.build import convert_gguf, link_checkpoint
+from carryover.target.load import DTYPES, decoder_of, load_target, load_tokenizer
+from carryover.target.source import find_source
+from carryover.target.validate import validate_target
+
+__all__ = ["DTYPES", "decoder_of", "load_target", "load_tokenizer", "run"]
+
+
+def run(config: Config, *, target: str) -> None:
+    """Write `targets/{target}/`: config.json, safetensors, tokenizer, chat template, manifest.
+
+    The folder appears complete or not at all. Raises CarryoverError when the source is not there
+    or does not fit `feature_layers` and `mask_token_id`.
+    """
+    started = datetime.now(UTC)
+    if target not in config.targets:
+        raise CarryoverError(
+            f"the config has no target {target!r}", f"Known: {', '.join(config.targets)}."
+        )
+    settings = config.targets[target]
+    source = find_source(settings.source, f"targets.{target}.source")
+    folder = Paths(config).target(target)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target}.", dir=folder.parent) as temporary:
+        new = Path(temporary) / "new"
+        new.mkdir()
+        if source.is_file():
+            convert_gguf(source, new, settings.dtype)
+        else:
+            link_checkpoint(source, new)
+        validate_target(
+            new,
+            name=target,
+            feature_layers=settings.feature_layers,
+            mask_token_id=settings.mask_token_id,
+            thinking=settings.thinking,
+        )
+        write_manifest(
+            new,
+            stage="target",
+            config=config.stage("target", target=target),
+            started=started,
+            seed=config.seed,
+            inputs={"source": source} if source.is_file() else {},
+        )
+        _replace_folder(new, folder, Path(temporary) / "old")
+
+
+def _replace_folder(new: Path, folder: Path, aside: Path) -> None:
+    """Move `new` to `folder`; a folder can only be renamed onto an empty one."""
+    if folder.exists():
+        os.rename(folder, aside)
+    os.rename(new, folder)
+    shutil.rmtree(aside, ignore_errors=True)

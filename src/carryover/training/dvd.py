@@ -1,0 +1,66 @@
+"""Parallel draft-verify-draft: where the second draft starts and what it carries.
+
+Paper, Algorithm 2. All anchors of a batch go through the three stages at once.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from carryover.drafter.layout import carried_rows, proposal_positions
+from carryover.drafter.model import Carry, Drafter
+from carryover.training.batch import Batch
+from carryover.training.verify import Verifier
+
+
+class DraftVocabulary(Protocol):
+    """Greedy proposals of a drafter, as target ids."""
+
+    def propose(self, hidden: Tensor) -> Tensor:
+        """[R, N, B, H] -> [R, N, B] int64."""
+        ...
+
+
+@dataclass
+class Blocks:
+    """Drafts that get a loss: anchors [R, N] int64, valid [R, N] bool, and what they carry.
+
+    accepted: [R, N] int64, m of the first draft (None in baseline training).
+    """
+
+    anchors: Tensor
+    valid: Tensor
+    carry: Carry | None = None
+    accepted: Tensor | None = None
+
+
+@torch.no_grad()
+def draft_and_verify(
+    drafter: Drafter, vocabulary: DraftVocabulary, verifier: Verifier, batch: Batch
+) -> Blocks:
+    """Stages 1 and 2, without gradient: draft at a_i, verify, shift to a'_i = a_i + m_i + 1.
+
+    Full acceptance keeps the anchor, with an empty carry. A shift that leaves no recorded token
+    to predict makes the block invalid. The second draft reads the recorded prefix, also where
+    verification accepted a token that differs from a sampled response (Algorithm 2 as printed).
+    """
+    anchors = batch.anchors
+    hidden = drafter(batch.token_ids.gather(1, anchors), anchors, batch.features)  # y[<= a_i]
+    proposals = vocabulary.propose(hidden)  # d_i
+    verified = verifier(batch.token_ids, anchors, proposals)  # H_i and the target's greedy tokens
+    size = proposals.shape[-1]
+    accepted = (proposals == verified.predicted).cumprod(-1).sum(-1)  # m_i
+    shifted = torch.where(accepted == size, anchors, anchors + accepted + 1)  # a'_i
+    valid = batch.valid & (shifted < batch.lengths[:, None] - 1)
+    return Blocks(
+        anchors=torch.where(valid, shifted, 0),
+        valid=valid,
+        carry=Carry(
+            features=verified.features.to(batch.features.dtype),
+            positions=proposal_positions(anchors, size),
+            visible=carried_rows(accepted, size) & valid[..., None],
+        ),
+        accepted=accepted,
+    )

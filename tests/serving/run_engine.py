@@ -1,0 +1,171 @@
+"""Runs jobs in vLLM and writes down what happened: `python run_engine.py JOBS.json RESULTS.pt`.
+
+A process of its own, since vLLM binds threads and patches torch. The engines of all jobs live in
+this process, one after another, so that the drafter can be watched at work.
+
+A job (keys, all but the first optional):
+    target, drafter   folders; without a drafter the target generates by itself
+    llm               further arguments of vllm.LLM
+    worker            false: leave out worker_cls
+    prompts           lists of token ids
+    sampling          arguments of vllm.SamplingParams
+    continue_from     index of an earlier job that generated the true continuations; proposals
+    accepted          are then edited such that accepted[k] of them are right in a request's round k
+    record            keep every round's states
+A result: `error` (one line) or `outputs` (a list of ids a prompt), `rounds`, `accepted`, `drafts`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+
+import torch
+from vllm import LLM, SamplingParams
+
+from carryover.errors import CarryoverError
+from carryover.serving.plugin import WORKER
+
+LLM_ARGUMENTS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 4,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 32 << 20,
+    "enable_prefix_caching": False,
+    "disable_log_stats": False,
+    "generation_config": "vllm",
+    "seed": 0,
+}
+
+
+class Recorder:
+    """Watches a drafter: notes each round's inputs and states, and edits its proposals."""
+
+    def __init__(self, llm: LLM, job: dict[str, Any], continuations: list[list[int]] | None):
+        core = llm.llm_engine.engine_core.engine_core
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.drafter = self.runner.drafter
+        self.prompts = [tuple(prompt) for prompt in job["prompts"]]
+        self.accepted = job.get("accepted")
+        self.continuations = continuations
+        self.rounds: list[dict[str, Any]] = []
+        self.turns = [0] * len(self.prompts)
+        self.states: torch.Tensor | None = None
+        self.carried: torch.Tensor | None = None
+        self.propose = self.drafter.propose
+        self.first_pass = self.drafter.set_inputs_first_pass
+        self.drafter.propose = self.watch_propose
+        self.drafter.set_inputs_first_pass = self.watch_first_pass
+        self.drafter.model.register_forward_hook(self.watch_states)
+
+    def watch_states(self, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.states = output.clone()
+
+    def watch_first_pass(self, **arguments: Any) -> Any:
+        self.carried = getattr(self.drafter, "_carried", None)
+        return self.first_pass(**arguments)
+
+    def watch_propose(self, **arguments: Any) -> torch.Tensor:
+        proposals = self.propose(**arguments).clone()
+        metadata = arguments["common_attn_metadata"]
+        starts = metadata.query_start_loc.tolist()
+        ids = self.runner.input_batch.req_ids
+        rejected = arguments["num_rejected_tokens_gpu"]
+        block = 1 + self.drafter.num_speculative_tokens
+        for row in range(len(ids)):
+            prompt = tuple(self.runner.requests[ids[row]].prompt_token_ids)
+            request = self.prompts.index(prompt)
+            count = 0 if rejected is None else int(rejected[row])
+            first, end = starts[row], starts[row + 1]
+            anchor_position = int(arguments["target_positions"][end - 1]) + 1 - count
+            assert self.states is not None
+            self.rounds.append(
+                {
+                    "request": request,
+                    "rejected": arguments["target_token_ids"][end - count : end].tolist(),
+                    "carried": 0 if self.carried is None else int(self.carried[row]),
+                    "verified": arguments["target_token_ids"][first:end].tolist(),
+                    "anchor": int(arguments["next_token_ids"][row]),
+                    "anchor_position": anchor_position,
+                    "states": self.states[row * block : (row + 1) * block].clone(),
+                    "proposals": proposals[row].tolist(),
+                    "batch": len(ids),
+                }
+            )
+            if self.continuations is not None:
+                self.edit(proposals[row], request, anchor_position)
+        self.carried = None
+        return proposals
+
+    def edit(self, proposals: torch.Tensor, request: int, anchor_position: int) -> None:
+        assert self.continuations is not None and self.accepted is not None
+        index = anchor_position - len(self.prompts[request])
+        truth = self.continuations[request][index + 1 :]
+        if index < 0 or len(truth) <= len(proposals):
+            return
+        right = self.accepted[self.turns[request] % len(self.accepted)]
+        self.turns[request] += 1
+        proposals[:right] = torch.tensor(truth[:right])
+        if right < len(proposals) and proposals[right] == truth[right]:
+            proposals[right] = truth[right] - 1 if truth[right] else 1
+
+
+def run(job: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
+    arguments = LLM_ARGUMENTS | {"model": job["target"]} | job.get("llm", {})
+    if "drafter" in job:
+        arguments.setdefault(
+            "speculative_config",
+            {
+                "method": "dflash",
+                "model": job["drafter"],
+                "num_speculative_tokens": job.get("proposals", 7),
+            },
+        )
+    if job.get("worker", True):
+        arguments["worker_cls"] = WORKER
+    try:
+        llm = LLM(**arguments)
+    except CarryoverError as error:
+        return {"error": str(error)}
+    source = job.get("continue_from")
+    recorder = None
+    if job.get("record") or source is not None:
+        continuations = None if source is None else earlier[source]["outputs"]
+        recorder = Recorder(llm, job, continuations)
+    sampling = SamplingParams(
+        **({"temperature": 0, "max_tokens": 40, "detokenize": False} | job.get("sampling", {}))
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    return {
+        "outputs": [list(output.outputs[0].token_ids) for output in outputs],
+        "rounds": recorder.rounds if recorder else [],
+        "accepted": counts.get("vllm:spec_decode_num_accepted_tokens"),
+        "drafts": counts.get("vllm:spec_decode_num_drafts"),
+        "preemptions": counts.get("vllm:num_preemptions"),
+    }
+
+
+def main(jobs_file: str, results_file: str) -> None:
+    results: list[dict[str, Any]] = []
+    for job in json.loads(Path(jobs_file).read_text()):
+        results.append(run(job, results))
+        gc.collect()
+    torch.save(results, results_file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

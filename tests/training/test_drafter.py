@@ -1,0 +1,103 @@
+"""The drafter's forward against a dense reference, and what a block may see."""
+
+import pytest
+import torch
+from tests.training.tiny import VOCABULARY, dense_draft, tiny_drafter
+
+from carryover.drafter import layout
+from carryover.drafter.model import Carry, block_attention
+
+
+@pytest.mark.parametrize("slot_layout", ["fill_in", "anchor_first"])
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_forward_equals_dense_reference_for_every_accepted_count(slot_layout, qk_norm):
+    drafter = tiny_drafter(slot_layout, qk_norm)
+    proposals, length = drafter.config.proposals, 11
+    torch.manual_seed(3)
+    features = torch.randn(2, length, drafter.config.feature_size)
+    first = torch.tensor([[1, 3, 4], [2, 5, 0]])
+    accepted = torch.tensor([[0, 2, proposals], [1, 3, 0]])
+    rejected = torch.randn(2, 3, proposals, drafter.config.feature_size)
+    anchors = torch.where(accepted == proposals, first, first + accepted + 1)
+    tokens = torch.randint(0, VOCABULARY, anchors.shape)
+    carry = Carry(
+        features=rejected,
+        positions=layout.proposal_positions(first, proposals),
+        visible=layout.carried_rows(accepted, proposals),
+    )
+    with torch.no_grad():
+        got = drafter(tokens, anchors, features, carry)
+        for r in range(2):
+            for n in range(3):
+                m, a = int(accepted[r, n]), int(first[r, n])
+                rows = [(a + k, rejected[r, n, k - 1]) for k in range(m + 1, proposals + 1)]
+                want = dense_draft(drafter, int(tokens[r, n]), int(anchors[r, n]), features[r], rows)
+                torch.testing.assert_close(got[r, n], want, rtol=1e-4, atol=1e-4)
+
+
+def test_without_carry_equals_carry_of_nothing():
+    drafter = tiny_drafter()
+    features = torch.randn(1, 9, drafter.config.feature_size)
+    anchors, tokens = torch.tensor([[2, 6]]), torch.tensor([[5, 7]])
+    nothing = Carry(
+        torch.randn(1, 2, 4, drafter.config.feature_size),
+        layout.proposal_positions(anchors, 4),
+        torch.zeros(1, 2, 4, dtype=torch.bool),
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(
+            drafter(tokens, anchors, features), drafter(tokens, anchors, features, nothing)
+        )
+
+
+def test_a_block_does_not_see_its_anchor_or_later_features_or_other_blocks():
+    drafter = tiny_drafter()
+    features = torch.randn(1, 9, drafter.config.feature_size)
+    anchors, tokens = torch.tensor([[3, 6]]), torch.tensor([[5, 7]])
+    changed = features.clone()
+    changed[:, 3:] += 1.0
+    with torch.no_grad():
+        before = drafter(tokens, anchors, features)[0, 0]
+        torch.testing.assert_close(drafter(tokens, anchors, changed)[0, 0], before)
+        other = drafter(torch.tensor([[5, 9]]), torch.tensor([[3, 4]]), features)[0, 0]
+        torch.testing.assert_close(other, before)
+        changed = features.clone()
+        changed[:, 2] += 1.0
+        assert not torch.allclose(drafter(tokens, anchors, changed)[0, 0], before)
+
+
+def test_layouts_by_hand():
+    anchors = torch.tensor([10])
+    assert layout.slots("fill_in", 3) == 4
+    assert layout.slots("anchor_first", 3) == 3
+    assert layout.slot_positions(anchors, "fill_in", 3).tolist() == [[10, 11, 12, 13]]
+    assert layout.slot_positions(anchors, "anchor_first", 3).tolist() == [[10, 11, 12]]
+    assert layout.proposal_positions(anchors, 3).tolist() == [[11, 12, 13]]
+    assert layout.block_inputs(torch.tensor([5]), 99, "fill_in", 3).tolist() == [[5, 99, 99, 99]]
+    # fill_in: the slot AT position a+k predicts it; anchor_first: the slot before it does.
+    positions = layout.slot_positions(anchors, "fill_in", 3)[0]
+    assert positions[layout.predicting_slots("fill_in", 3)].tolist() == [11, 12, 13]
+    positions = layout.slot_positions(anchors, "anchor_first", 3)[0]
+    assert positions[layout.predicting_slots("anchor_first", 3)].tolist() == [10, 11, 12]
+    carried = layout.carried_rows(torch.tensor([0, 2, 3]), 3).tolist()
+    assert carried == [[True] * 3, [False, False, True], [False] * 3]
+
+
+def test_block_attention_equals_one_softmax_over_concatenated_keys():
+    torch.manual_seed(0)
+    q = torch.randn(2, 3, 4, 6, 8, requires_grad=True)
+    context_k, context_v = torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
+    own_k, own_v = torch.randn(2, 3, 7, 2, 8), torch.randn(2, 3, 7, 2, 8)
+    context_visible = torch.rand(2, 3, 1, 5) < 0.5
+    own_visible = torch.rand(2, 3, 4, 7) < 0.5
+    own_visible[..., 0] = True
+    got = block_attention(q, context_k, context_v, context_visible, own_k, own_v, own_visible)
+    for r in range(2):
+        for n in range(3):
+            for s in range(4):
+                for h in range(6):
+                    k = torch.cat((context_k[r, :, h // 3], own_k[r, n, :, h // 3]))
+                    v = torch.cat((context_v[r, :, h // 3], own_v[r, n, :, h // 3]))
+                    seen = torch.cat((context_visible[r, n, 0], own_visible[r, n, s]))
+                    scores = (k @ q[r, n, s, h] / 8**0.5)[seen]
+                    torch.testing.assert_close(got[r, n, s, h], scores.softmax(0) @ v[seen])

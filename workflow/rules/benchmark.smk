@@ -1,0 +1,31 @@
+# Acceptance length and speed in vLLM at batch 1: autoregressive and the three trained variants.
+
+
+rule benchmark:
+    input:
+        target=rules.target.output.manifest,
+        prompts=rules.prompts.output.evaluation,
+        baseline=drafter("baseline"),
+        control=drafter("control"),
+        carryover=drafter("carryover"),
+    output:
+        manifest=benchmark_rows("{temperature}"),
+    log:
+        f"{results}/logs/benchmark/{{target}}/{{drafter}}/temperature-{{temperature}}.log",
+    benchmark:
+        f"{results}/benchmarks/benchmark/{{target}}/{{drafter}}/temperature-{{temperature}}.tsv"
+    conda:
+        "../../envs/serve.yaml"
+    threads: ALL_CORES
+    resources:
+        mem_mb=8000,
+        runtime=120,
+        bench=1,
+    params:
+        settings=SETTINGS,
+        config=stage("benchmark", "target", "drafter"),
+        code=source_hash("benchmark", "serving"),
+    shell:
+        "python workflow/scripts/stage.py {log:q} benchmark --config {params.settings:q}"
+        " --target {wildcards.target} --drafter {wildcards.drafter}"
+        " --temperature {wildcards.temperature}"
