@@ -24,7 +24,7 @@ setup:
 demo: setup
 	@python scripts/unlock.py
 	@snakemake --cores all $(ARGS)
-	@scripts/show_results.sh results
+	@$(if $(ARGS),,scripts/show_results.sh results)
 
 test: setup
 	@python -m pytest -m "not gpu" $(ARGS)

@@ -8,6 +8,7 @@ import operator
 import re
 from collections import Counter
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -238,11 +239,12 @@ def test_more_than_a_bank_can_make_is_refused() -> None:
 
 
 def test_the_topics_of_a_group_all_come_before_any_repeats() -> None:
-    groups = load_groups("chat", "train")
-    prompts = stream("chat", "train", seed=3)
-    first = [next(prompts) for _ in range(len(groups) * len(groups[0].slots[groups[0].topic]))]
-    topics = [prompt.topic for prompt in first[:: len(groups)]]
-    assert len(set(topics)) == len(topics) == len(groups[0].slots[groups[0].topic])
+    first = load_groups("chat", "train")[0]
+    asked = [p.topic for p in islice(stream("chat", "train", seed=3), 2000)]
+    # The first group's turn comes once a round.
+    round_length = sum(group.weight for group in load_groups("chat", "train"))
+    topics = asked[::round_length][: len(first.slots["place"])]
+    assert len(topics) == len(set(topics)) == len(first.slots["place"])
 
 
 # --- sources -----------------------------------------------------------------------------------
@@ -373,7 +375,7 @@ def test_run_writes_all_sets_with_manifests(tmp_path: Path) -> None:
         file = folder / "evaluation" / f"{dataset}.jsonl"
         assert [Prompt(**r) for r in read_rows(file)] == evaluation_prompts(dataset, 4, 42)
         manifest = read_manifest(file, stage="prompts", config=config.stage("prompts"), verify=True)
-        assert manifest["seed"] == 42 and manifest["prompts"] == 4
+        assert manifest["provenance"]["seed"] == 42 and manifest["extra"] == {"prompts": 4}
     assert sorted(path.name for path in (folder / "evaluation").iterdir()) == sorted(
         name
         for d in ("HumanEval", "chat", "tool")

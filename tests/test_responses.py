@@ -12,12 +12,11 @@ from carryover.paths import Paths
 from carryover.prompts.render import render
 from tests.tiny_target import put_train_prompts, tiny_config, write_tiny_target
 
-WORDS = "carry the rejected states over to the next draft and see what they are good for".split()
-TEXTS = [" ".join(WORDS[: 1 + n % len(WORDS)]) + f" {n}" for n in range(10)]
+TEXTS = [f"{'carry the rejected states over'[: 3 * n + 2]} {n}" for n in range(9)]
 SETTINGS = {
     "max_tokens": 12,
     "max_model_len": 128,
-    "max_num_seqs": 4,
+    "max_num_seqs": 8,  # fewer than the nine prompts: two engines
     "shard_size": 4,
 }
 TOO_LONG = "x" * 200  # a byte a token: no room in max_model_len
@@ -30,7 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     write_tiny_target(folder / "source")
     config = tiny_config(folder, responses=SETTINGS)
     target.run(config, target="tiny")
-    put_train_prompts(config, [*TEXTS[:5], TOO_LONG, *TEXTS[5:9]])
+    put_train_prompts(config, [*TEXTS[:5], TOO_LONG, *TEXTS[5:]])
     responses.run(config, target="tiny")
     return config
 
@@ -55,7 +54,7 @@ def test_rows_are_the_targets_greedy_answers_in_prompt_order(config: Config) -> 
     rows = responses.read_responses(Paths(config).responses("tiny"))
     tokenizer = target.load_tokenizer(Paths(config).target("tiny"))
     assert [row["prompt_ids"] for row in rows] == [
-        render(tokenizer, text, thinking=False) for text in TEXTS[:9]
+        render(tokenizer, text, thinking=False) for text in TEXTS
     ]
     for row in rows:
         assert row["response_ids"] == greedy(config, row["prompt_ids"], SETTINGS["max_tokens"])
@@ -94,7 +93,7 @@ def test_answers_of_another_config_are_not_kept(config: Config, tmp_path: Path) 
     folder = Paths(config).responses("tiny")
     root = Path(config.results_dir).parent
     other = tiny_config(root, responses={**SETTINGS, "max_tokens": 3})
-    put_train_prompts(other, TEXTS[:9])
+    put_train_prompts(other, TEXTS)
     saved = {path: path.read_bytes() for path in folder.iterdir()}
     try:
         responses.run(other, target="tiny")
@@ -145,7 +144,7 @@ def test_an_engine_that_cannot_start_is_one_line_with_its_log(tmp_path: Path) ->
     weights.unlink()  # it is a hard link: writing through it would change the source
     weights.write_bytes(b"\0" * 8 + content[8:])  # right size, no safetensors header
     assert weights.stat().st_size == size
-    with pytest.raises(CarryoverError, match="responses engine failed: .*header") as caught:
+    with pytest.raises(CarryoverError, match=r"responses engine failed: .*header") as caught:
         responses.run(config, target="tiny")
     assert "\n" not in str(caught.value)
     log = Path(caught.value.fix.removeprefix("See ").rstrip("."))

@@ -12,6 +12,7 @@ from carryover.artifacts import read_manifest
 from carryover.config import load_config
 from carryover.errors import CarryoverError
 from carryover.paths import Paths
+from carryover.prompts.render import render
 from tests.tiny_target import DEFAULT, LAYERS, VOCABULARY, tiny_config, write_tiny_target
 
 SMOLLM2 = "SmolLM2-135M"
@@ -115,11 +116,7 @@ def test_the_packaged_default_target_is_converted(tmp_path: Path) -> None:
     assert sum(weight.numel() for weight in weights.values()) == 134_515_008
 
     model, tokenizer = target.load_target(folder, "bfloat16")
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=False,
-    )
-    answer = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
-    assert "Paris" in tokenizer.decode(answer)
+    ids = render(tokenizer, "What is the capital of France?", thinking=False)
+    for _ in range(12):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert "Paris" in tokenizer.decode(ids[-12:])

@@ -60,7 +60,8 @@ def write_tiny_target(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch
         pad_token_id=0,
         tie_word_embeddings=False,
     )
-    model = LlamaForCausalLM(config).to(dtype)
+    model = LlamaForCausalLM(config)
+    model.to(dtype)  # type: ignore[arg-type]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -10,7 +10,6 @@ goes on with the rest, and a shard that was cut short is written again. The mani
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import queue
@@ -40,6 +39,7 @@ from carryover.ledger import Ledger
 from carryover.paths import Paths
 from carryover.progress import Progress
 from carryover.prompts.render import render
+from carryover.seeds import derive_seed
 from carryover.serving_env import vllm_environment
 from carryover.target import DTYPES, load_tokenizer
 
@@ -190,7 +190,7 @@ def _engines(
     config: Config, target: str, questions: Sequence[Question]
 ) -> Iterator[Iterator[Message]]:
     """Start the engines, deal the questions out to them and yield their merged messages."""
-    cores = _core_groups()
+    cores = _core_groups(batches=-(-len(questions) // config.responses.max_num_seqs))
     log_folder = Paths(config).responses(target).parent
     incoming: queue.Queue[Message | CarryoverError] = queue.Queue()
 
@@ -308,12 +308,17 @@ def _seed(config: Config, question: Question) -> int | None:
     """Return a sampling seed that depends on the prompt alone; greedy decoding needs none."""
     if config.responses.temperature == 0:
         return None
-    digest = hashlib.sha256(f"{config.seed}/responses/{question.prompt_id}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+    return derive_seed(config.seed, "responses", question.prompt_id)
 
 
-def _core_groups() -> list[list[int] | None]:
-    """Return the cores of each engine: on CPU one engine a core, else one engine in all."""
+def _core_groups(batches: int) -> list[list[int] | None]:
+    """Return the cores of each engine: two engines that share the cores, or one for one batch.
+
+    The serial part of a step (scheduling, sampling) leaves the other threads of an engine idle; a
+    second engine uses that time (docs/performance.md). A GPU serves one.
+    """
     if torch.cuda.is_available():
         return [None]
-    return [[core] for core in sorted(os.sched_getaffinity(0))]
+    cores = sorted(os.sched_getaffinity(0))
+    engines = min(2, batches, len(cores))
+    return [cores[index::engines] for index in range(engines)]

@@ -67,7 +67,9 @@ class Block:
 
     def heads(self, x: torch.Tensor, name: str, positions: torch.Tensor | None) -> torch.Tensor:
         """Project [rows, hidden] to heads; norm them where the block does; rotate."""
-        y = (x @ self.weight(f"self_attn.{name}_proj").T).unflatten(-1, (-1, self.config["head_dim"]))
+        y = (x @ self.weight(f"self_attn.{name}_proj").T).unflatten(
+            -1, (-1, self.config["head_dim"])
+        )
         if positions is None:
             return y
         if self.qk_norm:

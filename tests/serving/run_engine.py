@@ -41,7 +41,7 @@ LLM_ARGUMENTS: dict[str, Any] = {
     "max_model_len": 256,
     "max_num_batched_tokens": 48,
     "max_num_seqs": 4,
-    "block_size": 32,
+    "block_size": 32,  # KV cache block: several a request
     "kv_cache_memory_bytes": 32 << 20,
     "enable_prefix_caching": False,
     "disable_log_stats": False,

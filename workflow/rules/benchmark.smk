@@ -9,7 +9,7 @@ rule benchmark:
         control=drafter("control"),
         carryover=drafter("carryover"),
     output:
-        manifest=benchmark_rows("{temperature}"),
+        rows=benchmark_rows("{temperature}"),
     log:
         f"{results}/logs/benchmark/{{target}}/{{drafter}}/temperature-{{temperature}}.log",
     benchmark:
@@ -24,7 +24,7 @@ rule benchmark:
     params:
         settings=SETTINGS,
         config=stage("benchmark", "target", "drafter"),
-        code=source_hash("benchmark", "serving"),
+        code=source_hash("benchmark", "serving", "prompts/render.py"),
     shell:
         "python workflow/scripts/stage.py {log:q} benchmark --config {params.settings:q}"
         " --target {wildcards.target} --drafter {wildcards.drafter}"

@@ -94,15 +94,15 @@ def several_nodes():
 
 def trained(variant):
     """The small file that names the last checkpoint of a finished training."""
-    return f"{results}/training/{{target}}/{{drafter}}/{variant}.json"
+    return str(paths.trained("{target}", "{drafter}", variant))
 
 
 def drafter(variant):
+    """The manifest of an exported drafter."""
     return manifest(paths.drafter("{target}", "{drafter}", variant))
 
 
 def benchmark_rows(temperature):
-    """The manifest of a measurement. (The rows themselves are the journal that a rerun goes on
-    from, so Snakemake must not delete them.)"""
+    """The rows of a finished measurement (until then they are in a journal of their own)."""
     rows = paths.benchmark("{target}", "{drafter}", 0)
-    return str(rows.with_name(f"temperature-{temperature}.jsonl.manifest.json"))
+    return str(rows.with_name(f"temperature-{temperature}.jsonl"))

@@ -4,7 +4,7 @@
 rule report:
     input:
         benchmark=expand(
-            benchmark_rows("{temperature}"),
+            rules.benchmark.output.rows,
             target=settings.targets,
             drafter=settings.drafters,
             temperature=[f"{value:g}" for value in settings.benchmark.temperatures],

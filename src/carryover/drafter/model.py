@@ -129,6 +129,7 @@ def block_attention(
     kv_heads, length, own = context_k.shape[2], context_k.shape[1], own_k.shape[2]
     group = heads // kv_heads
     # [R, kv, N, G, S, D]: a group's queries share a key head.
+    q = q * (dim**-0.5 if scale is None else scale)
     q = q.unflatten(3, (kv_heads, group)).permute(0, 3, 1, 4, 2, 5)
     context_scores = q.reshape(rows, kv_heads, -1, dim) @ context_k.permute(0, 2, 3, 1)
     own_scores = q.reshape(rows, kv_heads, blocks, group * size, dim) @ own_k.permute(0, 3, 1, 4, 2)
@@ -137,8 +138,8 @@ def block_attention(
     queries = max(context_visible.shape[2], own_visible.shape[2])
     parts = (v.expand(-1, -1, queries, -1) for v in (context_visible, own_visible))
     visible = torch.cat(tuple(parts), -1)[:, None, :, None]
-    scores = scores.float() * (dim**-0.5 if scale is None else scale)
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).to(q.dtype)
+    # torch's CPU and CUDA softmax of bf16 works in fp32 and rounds once.
+    weights = scores.masked_fill_(~visible, float("-inf")).softmax(-1)
     context_weights, own_weights = weights.split((length, own), -1)
     out = context_weights.reshape(rows, kv_heads, -1, length) @ context_v.permute(0, 2, 1, 3)
     own_out = own_weights.reshape(rows, kv_heads, blocks, group * size, own) @ own_v.permute(

@@ -29,7 +29,7 @@ from carryover.ledger import Ledger
 from carryover.paths import Paths
 from carryover.progress import Progress
 from carryover.responses import read_responses
-from carryover.target import load_target
+from carryover.target import load_target, validate_target
 
 __all__ = ["FeatureExtractor", "FeatureStore", "Recorded", "run"]
 
@@ -50,13 +50,21 @@ def run(config: Config, *, target: str) -> None:
     responses = read_responses(responses_folder)
     shards = _shards([_tokens(row) for row in responses], config.features.shard_tokens)
 
+    settings = config.targets[target]
+    validate_target(
+        paths.target(target),
+        name=target,
+        feature_layers=settings.feature_layers,
+        mask_token_id=settings.mask_token_id,
+        thinking=settings.thinking,
+    )
     folder = paths.features(target)
     key = config_hash({"config": subset, "responses": file_sha256(responses_folder / MANIFEST)})
     (folder / MANIFEST).unlink(missing_ok=True)
     ledger = Ledger(folder, key, "shard-*.arrow")
     missing = [number for number in range(len(shards)) if shard_name(number) not in ledger]
-    model, _ = load_target(paths.target(target), config.targets[target].dtype)
-    layers = config.targets[target].feature_layers
+    model, _ = load_target(paths.target(target), settings.dtype)
+    layers = settings.feature_layers
     width = len(layers) * model.config.get_text_config().hidden_size
     if missing:
         model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # type: ignore[arg-type]

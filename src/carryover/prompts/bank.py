@@ -4,6 +4,7 @@ A bank has two lists of groups, `train` and `evaluation`, that share no template
 group:
 
     topic: item                 # the slot that names a prompt's topic
+    weight: 2                   # turns a round, 1 if left out
     templates: ["How do I clean {item}?", ...]
     slots:
       item: [a cast-iron pan, ...]        # a list: one is drawn
@@ -36,6 +37,7 @@ class Group:
     """Templates and the slots that fill them; `topic` names one of the slots."""
 
     topic: str
+    weight: int
     templates: list[str]
     slots: dict[str, list[Value]]
 
@@ -46,6 +48,7 @@ def load_groups(kind: str, split: Split) -> list[Group]:
     return [
         Group(
             topic=raw["topic"],
+            weight=raw.get("weight", 1),
             templates=[template.rstrip() for template in raw["templates"]],
             slots={name: _values(spec) for name, spec in raw["slots"].items()},
         )
@@ -69,13 +72,14 @@ def stream(kind: str, split: Split, seed: int) -> Iterator[Prompt]:
     The groups take turns; within a group each topic comes once before any comes again.
     """
     groups = load_groups(kind, split)
+    turns = [number for number, group in enumerate(groups) for _ in range(group.weight)]
     decks = [
         _deck(kind, group, random.Random(f"{seed}/{split}/{kind}/{number}"))
         for number, group in enumerate(groups)
     ]
     while True:
-        for deck in decks:
-            yield next(deck)
+        for number in turns:
+            yield next(decks[number])
 
 
 def _deck(kind: str, group: Group, rng: random.Random) -> Iterator[Prompt]:

@@ -24,13 +24,15 @@ def run(config: Config) -> None:
     started = datetime.now(UTC)
     train = _train(config)
     seen = {prompt.prompt for prompt in train}
-    written = [(paths.train_prompts(), train)]
+    source = config.prompts.evaluation.source
+    inputs = {"file": Path(source.removeprefix("path:"))} if source.startswith("path:") else {}
+    written: list[tuple[Path, list[Prompt], dict[str, Path]]] = [(paths.train_prompts(), train, {})]
     for dataset in config.prompts.evaluation.datasets:
         prompts = _evaluation(config, dataset)
         if config.prompts.train.source == "generated":
             _check_held_out(dataset, prompts, seen)
-        written.append((paths.evaluation(dataset), prompts))
-    for path, prompts in written:
+        written.append((paths.evaluation(dataset), prompts, inputs if _from_file(dataset) else {}))
+    for path, prompts, read in written:
         write_prompts(path, prompts)
         write_manifest(
             path,
@@ -38,7 +40,7 @@ def run(config: Config) -> None:
             config=config.stage("prompts"),
             started=started,
             seed=config.seed,
-            inputs=_inputs(config),
+            inputs=read,
             extra={"prompts": len(prompts)},
         )
 
@@ -63,15 +65,14 @@ def _evaluation(config: Config, dataset: str) -> list[Prompt]:
     count = settings.prompts_per_dataset
     if settings.source == "hub":
         return hub_evaluation_prompts(dataset, count)
-    # HumanEval has its own package; a file of the other kinds rarely holds it.
-    if settings.source.startswith("path:") and dataset != "HumanEval":
+    if settings.source.startswith("path:") and _from_file(dataset):
         return read_subset(Path(settings.source.removeprefix("path:")), dataset, count)
     return evaluation_prompts(dataset, count, config.seed)
 
 
-def _inputs(config: Config) -> dict[str, Path]:
-    source = config.prompts.evaluation.source
-    return {"evaluation": Path(source.removeprefix("path:"))} if source.startswith("path:") else {}
+def _from_file(dataset: str) -> bool:
+    """Whether `path:FILE` applies: HumanEval has its own package, and such files rarely hold it."""
+    return dataset != "HumanEval"
 
 
 def _check_held_out(dataset: str, prompts: list[Prompt], seen: set[str]) -> None:

@@ -4,6 +4,7 @@
     versions.py       the versions of vLLM that this package was written against
     refusal.py        what is registered instead under any other version
     drafter_config.py reads and checks a drafter's config.json against target and engine settings
+    checkpoint.py     checks a drafter's tensors before they are loaded
     model.py          the draft model: stock DFlash plus E_carry
     carry.py          which rows are carried: pure functions on tensors
     proposer.py       the round: stock DFlash inputs, the rejected rows kept as context

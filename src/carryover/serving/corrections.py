@@ -22,9 +22,7 @@ def one_norm_weight_for_all_layers() -> bool:
     return current_platform.is_cpu()
 
 
-def normalize_by_layer(
-    keys: torch.Tensor, weights: torch.Tensor, epsilon: float
-) -> torch.Tensor:
+def normalize_by_layer(keys: torch.Tensor, weights: torch.Tensor, epsilon: float) -> torch.Tensor:
     """RMS-normalise context keys, each drafter layer with its own weight.
 
     Args:

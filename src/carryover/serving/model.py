@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 
-from carryover.errors import CarryoverError
 from carryover.serving import corrections
+from carryover.serving.checkpoint import CARRY_EMBEDDING, check_tensors
 from carryover.serving.drafter_config import DrafterSettings, check
-
-_CARRY = "carry_embedding"
 
 
 class NoNorm(nn.Module):
@@ -46,28 +45,21 @@ class CarryoverDFlashModel(DFlashQwen3Model):
         start_layer_id: int = 0,
         prefix: str = "",
     ) -> None:
-        super().__init__(
-            vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix
-        )
+        super().__init__(vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix)
         self.settings = DrafterSettings.of(self.config)
         if not self.settings.qk_norm:
-            for layer in self.layers:
-                attention = layer.self_attn
+            attentions: list[Any] = [layer.self_attn for layer in self.layers]
+            for attention in attentions:
                 attention.q_norm = NoNorm(attention.head_dim, self.config.rms_norm_eps)
                 attention.k_norm = NoNorm(attention.head_dim, self.config.rms_norm_eps)
-        if self.settings.enabled:
-            self.carry_embedding = nn.Parameter(
-                torch.zeros(self.fc.input_size, dtype=self.fc.weight.dtype), requires_grad=False
-            )
 
     def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
         """Normalise context keys [layers, rows, kv_heads, head_dim] as the blocks do theirs."""
         if not self.settings.qk_norm:
             return all_k
         if corrections.one_norm_weight_for_all_layers():
-            return corrections.normalize_by_layer(
-                all_k, self._k_norm_weights, self._rms_norm_eps
-            )
+            epsilon: float = self.config.rms_norm_eps
+            return corrections.normalize_by_layer(all_k, self._k_norm_weights, epsilon)
         return super()._normalize_context_k(all_k)
 
 
@@ -87,74 +79,29 @@ class CarryoverDFlashForCausalLM(DFlashQwen3ForCausalLM):
         self.settings = settings
         self.carry_shift: torch.Tensor | None = None
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(  # type: ignore[override]  # None, as the method of the same name above it
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
         """Load a checkpoint. Raises CarryoverError where a tensor is missing or of another shape.
 
         A checkpoint's E_carry is left out when `carryover.enabled` is false.
         """
         tensors = dict(weights)
-        if not self.settings.enabled:
-            tensors.pop(_CARRY, None)
-        self._check_tensors(tensors)
+        projection: Any = self.model.fc
+        reduced = self.draft_id_to_target_id is not None
+        check_tensors(
+            tensors,
+            width=projection.input_size,
+            hidden=self.config.hidden_size,
+            layers=self.config.num_hidden_layers,
+            vocabulary=self.config.vocab_size,
+            draft_vocabulary=self.config.draft_vocab_size if reduced else None,
+            carries=self.settings.enabled,
+        )
+        carry_embedding = tensors.pop(CARRY_EMBEDDING, None)
         super().load_weights(tensors.items())
-        if self.settings.enabled:
+        if self.settings.enabled and carry_embedding is not None:
             # In fp32, rounded once: E_carry is small beside the features it is added to.
-            projection = self.model.fc.weight.float()
-            shift = projection @ self.model.carry_embedding.float()
-            self.carry_shift = shift.to(self.model.fc.weight.dtype)
-
-    def _check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        # vLLM leaves a parameter that the checkpoint lacks as it was initialised, silently.
-        width = self.model.fc.input_size
-        hidden = self.config.hidden_size
-        expected: dict[str, tuple[int, ...]] = {
-            "fc.weight": (hidden, width),
-            "hidden_norm.weight": (hidden,),
-            "norm.weight": (hidden,),
-        }
-        for layer in range(self.config.num_hidden_layers):
-            for name in _LAYER_TENSORS:
-                expected[f"layers.{layer}.{name}.weight"] = ()
-        if self.settings.enabled:
-            expected[_CARRY] = (width,)
-        if self.draft_id_to_target_id is not None:
-            expected["d2t"] = (self.config.draft_vocab_size,)
-            expected["lm_head.weight"] = (self.config.draft_vocab_size, hidden)
-        for name, shape in expected.items():
-            if name not in tensors:
-                raise CarryoverError(
-                    f"the drafter's checkpoint has no tensor {name}",
-                    "Set `carryover.enabled` to false to serve it without carried rows."
-                    if name == _CARRY
-                    else "Export the drafter again with `carryover export`.",
-                )
-            found = tuple(tensors[name].shape)
-            if shape and found != shape:
-                raise CarryoverError(
-                    f"the drafter's tensor {name} has shape {list(found)}, and its config and "
-                    f"target ask for {list(shape)}",
-                    "This drafter is for another target, or its config.json was edited.",
-                )
-        if self.draft_id_to_target_id is not None:
-            offsets = tensors["d2t"].long().cpu()
-            ids = torch.arange(offsets.shape[0]) + offsets
-            if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size:
-                raise CarryoverError(
-                    "the drafter's tensor d2t leads to token ids outside the target's vocabulary",
-                    "d2t holds target id minus draft id; export the drafter again.",
-                )
-
-
-_LAYER_TENSORS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "self_attn.q_norm",
-    "self_attn.k_norm",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-    "input_layernorm",
-    "post_attention_layernorm",
-)
+            weight: torch.Tensor = projection.weight
+            shift = weight.float() @ carry_embedding.to(weight.device).float()
+            self.carry_shift = shift.to(weight.dtype)

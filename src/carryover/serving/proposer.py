@@ -13,6 +13,8 @@ the carried rows, and the next step's committed rows overwrite them all: one rou
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
@@ -71,8 +73,8 @@ class CarryoverProposer(DFlashProposer):
             # A carried row counts as not rejected: it gets a slot and the block comes after it.
             num_rejected_tokens_gpu = num_rejected_tokens_gpu - carried
             mask = carried_rows(cad.query_start_loc, carried, target_hidden_states.shape[0])
-            shift = mask.unsqueeze(1) * self.model.carry_shift
-            target_hidden_states = target_hidden_states + shift
+            shift: Any = self.model.carry_shift
+            target_hidden_states = target_hidden_states + mask.unsqueeze(1) * shift
         num_tokens, sample, metadata = super().set_inputs_first_pass(
             target_token_ids=target_token_ids,
             next_token_ids=next_token_ids,

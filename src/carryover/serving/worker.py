@@ -34,7 +34,7 @@ class CarryoverWorker(PlatformWorker):
         from carryover.serving.proposer import CarryoverProposer
 
         self.model_runner.drafter = CarryoverProposer(
-            self.vllm_config, self.device, self.model_runner
+            self.vllm_config, self.model_runner.device, self.model_runner
         )
 
     def _serves_carryover(self) -> bool:

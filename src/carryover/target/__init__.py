@@ -17,7 +17,7 @@ from carryover.target.load import DTYPES, decoder_of, load_target, load_tokenize
 from carryover.target.source import find_source
 from carryover.target.validate import validate_target
 
-__all__ = ["DTYPES", "decoder_of", "load_target", "load_tokenizer", "run"]
+__all__ = ["DTYPES", "decoder_of", "load_target", "load_tokenizer", "run", "validate_target"]
 
 
 def run(config: Config, *, target: str) -> None:

@@ -1,0 +1,87 @@
+"""Checks a drafter's tensors before vLLM loads them.
+
+vLLM leaves a parameter that the checkpoint lacks as it was initialised, without a word.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from carryover.errors import CarryoverError
+
+CARRY_EMBEDDING = "carry_embedding"
+_OF_EACH_LAYER = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "self_attn.q_norm",
+    "self_attn.k_norm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "input_layernorm",
+    "post_attention_layernorm",
+)
+_EXPORT_AGAIN = "Export the drafter again with `carryover export`."
+
+
+def check_tensors(
+    tensors: dict[str, torch.Tensor],
+    *,
+    width: int,
+    hidden: int,
+    layers: int,
+    vocabulary: int,
+    draft_vocabulary: int | None,
+    carries: bool,
+) -> None:
+    """Raise CarryoverError where a tensor is missing, of another shape, or leads outside.
+
+    Args:
+        tensors: the checkpoint, by name.
+        width: of the concatenated target features.
+        hidden: hidden size of the drafter.
+        layers: blocks of the drafter.
+        vocabulary: the target's.
+        draft_vocabulary: tokens that the drafter can propose, if it has a head of its own.
+        carries: whether rejected rows are to be carried.
+    """
+    shapes: dict[str, tuple[int, ...] | None] = {
+        "fc.weight": (hidden, width),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for layer in range(layers):
+        # Their shapes are checked by vLLM, which knows how it fuses them.
+        shapes |= {f"layers.{layer}.{name}.weight": None for name in _OF_EACH_LAYER}
+    if carries:
+        shapes[CARRY_EMBEDDING] = (width,)
+    if draft_vocabulary is not None:
+        shapes |= {"d2t": (draft_vocabulary,), "lm_head.weight": (draft_vocabulary, hidden)}
+
+    for name, shape in shapes.items():
+        if name not in tensors:
+            fix = "Set `carryover.enabled` to false to serve it without carried rows."
+            raise CarryoverError(
+                f"the drafter's checkpoint has no tensor {name}",
+                fix if name == CARRY_EMBEDDING else _EXPORT_AGAIN,
+            )
+        found = tuple(tensors[name].shape)
+        if shape is not None and found != shape:
+            raise CarryoverError(
+                f"the drafter's tensor {name} has shape {list(found)}, and its config and target "
+                f"ask for {list(shape)}",
+                "This drafter is for another target, or its config.json was edited.",
+            )
+    if draft_vocabulary is not None:
+        _check_draft_vocabulary(tensors["d2t"], vocabulary)
+
+
+def _check_draft_vocabulary(offsets: torch.Tensor, vocabulary: int) -> None:
+    ids = torch.arange(offsets.shape[0]) + offsets.long().cpu()
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise CarryoverError(
+            "the drafter's tensor d2t leads to token ids outside the target's vocabulary",
+            f"d2t holds target id minus draft id. {_EXPORT_AGAIN}",
+        )

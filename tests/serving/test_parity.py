@@ -1,0 +1,91 @@
+"""At every round, the block's hidden states in vLLM equal those of the dense reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.serving import checkpoints
+from tests.serving.harness import Served
+
+TOLERANCE = 1e-4
+EDITED = [
+    "carryover",
+    "carryover, no q/k norm, draft vocabulary",
+    "baseline",
+    "baseline, no q/k norm",
+    "preempted",
+]
+
+
+def dense_round(served: Served, name: str, event: dict[str, Any]) -> torch.Tensor:
+    """The block's states [1 + B, hidden] for what was committed and rejected in one round."""
+    drafter = served.drafters[name]
+    job = served.jobs[name]
+    length = event["anchor_position"]
+    ids = job["prompts"][event["request"]] + served.results[name]["outputs"][event["request"]]
+    features, _ = served.target(ids[:length] + event["rejected"])
+    carried = len(event["rejected"]) if drafter.config["carryover"]["enabled"] else 0
+    return drafter(
+        features[:length],
+        features[length : length + carried],
+        event["anchor"],
+        served.target.embedding,
+        checkpoints.PROPOSALS,
+    )
+
+
+@pytest.mark.parametrize("name", [*EDITED, "prefix caching", "own proposals"])
+def test_states_and_proposals_of_every_round(served: Served, name: str) -> None:
+    rounds = served.results[name]["rounds"]
+    assert len(rounds) > 40
+    for event in rounds:
+        expected = dense_round(served, name, event)
+        torch.testing.assert_close(event["states"], expected, atol=TOLERANCE, rtol=0)
+        scores = served.drafters[name].logits(expected[1:], served.target.head)
+        chosen = scores.gather(1, torch.tensor(event["proposals"]).unsqueeze(1)).squeeze(1)
+        # The best token, but for ties within the tolerance of the states.
+        assert (scores.max(dim=1).values - chosen).max() < 1e-2
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_rejected_counts_run_from_none_to_all(served: Served, name: str) -> None:
+    rounds = served.results[name]["rounds"]
+    rejected = {len(event["rejected"]) for event in rounds}
+    assert rejected == set(range(checkpoints.PROPOSALS + 1))
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_carries_all_rejected_rows_or_none(served: Served, name: str) -> None:
+    enabled = served.drafters[name].config["carryover"]["enabled"]
+    for event in served.results[name]["rounds"]:
+        assert event["carried"] == (len(event["rejected"]) if enabled else 0)
+
+
+def test_carried_rows_change_the_block(served: Served) -> None:
+    """The parity above would hold for a drafter that ignores its carried rows, too."""
+    events = [e for e in served.results["carryover"]["rounds"] if len(e["rejected"]) > 3]
+    drafter = served.drafters["carryover"]
+    for event in events[:5]:
+        ids = served.prompts[event["request"]]
+        ids = ids + served.results["carryover"]["outputs"][event["request"]]
+        features, _ = served.target(ids[: event["anchor_position"]])
+        without = drafter(
+            features, features[:0], event["anchor"], served.target.embedding, checkpoints.PROPOSALS
+        )
+        assert (without - event["states"]).abs().max() > 0.1
+
+
+def test_conditions_that_the_parity_claims_to_cover(served: Served) -> None:
+    def first_round(name: str, request: int) -> dict[str, Any]:
+        return next(e for e in served.results[name]["rounds"] if e["request"] == request)
+
+    rounds = served.results["carryover"]["rounds"]
+    assert {event["batch"] for event in rounds} >= {2, 4}  # several requests, joining and leaving
+    assert first_round("carryover", 1)["anchor_position"] < 70  # prefilled in chunks
+    assert served.results["preempted"]["preemptions"] > 0
+    for request in (4, 5):  # starts behind a cached prefix
+        event = first_round("prefix caching", request)
+        assert event["anchor_position"] - len(event["verified"]) >= 32

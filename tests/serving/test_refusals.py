@@ -1,0 +1,146 @@
+"""What the plugin would serve wrongly is refused at start-up, in one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carryover.serving.plugin import WORKER
+from tests.serving import checkpoints
+from tests.serving.harness import run_script
+
+FIELD = {"enabled": True, "slot_layout": "fill_in"}
+DFLASH = {"mask_token_id": checkpoints.MASK, "target_layer_ids": checkpoints.FEATURE_LAYERS}
+
+# name -> (arguments of write_drafter, arguments of the engine, what the line says)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "no carryover field": ({"config": {"carryover": None}}, {}, ["carryover.enabled"]),
+    "anchor-first slots": (
+        {"config": {"carryover": FIELD | {"slot_layout": "anchor_first"}}},
+        {},
+        ["carryover.slot_layout", "anchor_first", "fill_in"],
+    ),
+    "qk_norm not a truth value": (
+        {"config": {"carryover": FIELD | {"qk_norm": "no"}}},
+        {},
+        ["carryover.qk_norm"],
+    ),
+    "no block size": ({"config": {"block_size": 0}}, {}, ["block_size"]),
+    "more proposals than trained": ({"proposals": 5}, {}, ["num_speculative_tokens", "7", "5"]),
+    "features of another width": (
+        {"config": {"target_hidden_size": 96}},
+        {},
+        ["96", "64", "another target"],
+    ),
+    "another hidden size": (
+        {"config": {"hidden_size": 96, "target_hidden_size": 64}},
+        {},
+        ["hidden_size", "96", "64"],
+    ),
+    "another vocabulary": ({"vocabulary": 600}, {}, ["vocab_size", "600", "512"]),
+    "a block the target lacks": (
+        {"config": {"dflash_config": DFLASH | {"target_layer_ids": [0, 2, 4]}}},
+        {},
+        ["target_layer_ids", "[0, 2, 4]", "0 to 3"],
+    ),
+    "layers out of order": (
+        {"config": {"dflash_config": DFLASH | {"target_layer_ids": [2, 0, 3]}}},
+        {},
+        ["target_layer_ids", "increasing"],
+    ),
+    "mask token outside the vocabulary": (
+        {"config": {"dflash_config": DFLASH | {"mask_token_id": 512}}},
+        {},
+        ["mask_token_id", "512"],
+    ),
+    "sliding-window layers": (
+        {
+            "config": {
+                "use_sliding_window": True,
+                "sliding_window": 32,
+                "max_window_layers": 0,
+                "layer_types": ["sliding_attention"] * checkpoints.DRAFTER_BLOCKS,
+            }
+        },
+        {},
+        ["sliding-window", "full_attention"],
+    ),
+    "two devices": ({}, {"tensor_parallel_size": 2}, ["tensor_parallel_size", "2"]),
+    "no worker": ({}, {"worker_cls": "auto", "start": True}, [f"--worker-cls {WORKER}"]),
+    "unknown vLLM": (
+        {},
+        {"start": True, "pretend_known": ["0.31.0"]},
+        ["vLLM 0.31.0", "this is vLLM 0.32.0"],
+    ),
+    "no E_carry": (
+        {"without": ("carry_embedding",)},
+        {"start": True},
+        ["carry_embedding", "carryover.enabled"],
+    ),
+    "no norm": ({"without": ("hidden_norm.weight",)}, {"start": True}, ["hidden_norm.weight"]),
+    "more layers than its fc reads": (
+        {"config": {"dflash_config": DFLASH | {"target_layer_ids": [0, 3]}}},
+        {"start": True},
+        ["fc.weight", "[64, 192]", "[64, 128]"],
+    ),
+    "a draft vocabulary that leaves the target's": (
+        {
+            "draft_vocabulary": 500,
+            "vocabulary": 600,
+            "config": {"vocab_size": 512, "dflash_config": DFLASH},
+        },
+        {"start": True},
+        ["d2t", "vocabulary"],
+    ),
+}
+ALLOWED = {
+    "carryover": ({}, {}),
+    "baseline without our worker": ({"enabled": False}, {"worker_cls": "auto"}),
+    "fewer proposals than trained": ({"proposals": 9}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    folder: Path = tmp_path_factory.mktemp("refusals")
+    target = checkpoints.write_target(folder / "target", seed=0)
+    cases = []
+    everything = CASES | {name: (*arguments, []) for name, arguments in ALLOWED.items()}
+    for index, (drafter, engine, _) in enumerate(everything.values()):
+        path = checkpoints.write_drafter(folder / f"drafter-{index}", seed=1, **drafter)
+        arguments = {
+            "model": str(target),
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 128,
+            "kv_cache_memory_bytes": 16 << 20,
+            "worker_cls": WORKER,
+            "speculative_config": {
+                "method": "dflash",
+                "model": str(path),
+                "num_speculative_tokens": 7,
+            },
+        } | engine
+        case = {name: arguments.pop(name) for name in ("pretend_known",) if name in arguments}
+        cases.append(case | {"start": arguments.pop("start", False), "engine": arguments})
+    (folder / "cases.json").write_text(json.dumps(cases))
+    results = run_script("refusals.py", [str(folder / "cases.json")], folder / "results.pt")
+    return dict(zip(everything, results, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused(refused: dict[str, str | None], name: str) -> None:
+    line = refused[name]
+    assert line is not None
+    assert "\n" not in line
+    for part in CASES[name][2]:
+        assert part in line
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_allowed(refused: dict[str, str | None], name: str) -> None:
+    assert refused[name] is None

@@ -1,0 +1,292 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+from carryover import benchmark, target
+from carryover.artifacts import read_manifest, write_manifest
+from carryover.benchmark.journal import Journal
+from carryover.benchmark.run import Task, _groups
+from carryover.benchmark.worker import Acceptance
+from carryover.config import TRAINED_VARIANTS, Config
+from carryover.engine_process import EngineProcess
+from carryover.errors import CarryoverError
+from carryover.paths import Paths
+from tests.serving.checkpoints import FEATURE_LAYERS, PROPOSALS, write_drafter
+from tests.tiny_target import (
+    MASK_ID,
+    VOCABULARY,
+    put_prompts,
+    tiny_config,
+    write_tiny_target,
+)
+
+TEXTS = {"chat": ["carry on", "what now"], "math": ["1 + 1 = ?", "2 * 3 = ?"]}
+MAX_TOKENS = 12
+
+
+def prepare(folder: Path, **settings: object) -> Config:
+    """A tiny target, three tiny random drafters and four prompts, in float32."""
+    write_tiny_target(folder / "source")
+    config = tiny_config(
+        folder,
+        target={"feature_layers": FEATURE_LAYERS},
+        drafters={"DFlash": {"kind": "dflash", "layers": 2, "proposals": PROPOSALS}},
+        prompts={
+            "evaluation": {
+                "source": "generated",
+                "datasets": list(TEXTS),
+                "prompts_per_dataset": 2,
+            }
+        },
+        benchmark={
+            "dtype": "float32",
+            "prompts": 2,
+            "max_tokens": MAX_TOKENS,
+            "max_model_len": 128,
+            "kv_cache_gib": 0.05,
+            **settings,
+        },
+    )
+    target.run(config, target="tiny")
+    for dataset, texts in TEXTS.items():
+        put_prompts(config, Paths(config).evaluation(dataset), texts, dataset)
+    for seed, variant in enumerate(TRAINED_VARIANTS):
+        drafter = Paths(config).drafter("tiny", "DFlash", variant)
+        write_drafter(
+            drafter,
+            seed=seed,
+            vocabulary=VOCABULARY,
+            enabled=variant == "carryover",
+            config={
+                "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": FEATURE_LAYERS}
+            },
+        )
+        write_manifest(
+            drafter,
+            stage="export",
+            config=config.stage("export", "tiny", "DFlash", variant),
+            started=datetime.now(UTC),
+            seed=config.seed,
+        )
+    return config
+
+
+def rows_of(config: Config, temperature: float = 0) -> list[dict]:
+    path = Paths(config).benchmark("tiny", "DFlash", temperature)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def children() -> set[int]:
+    """Living processes that this one has started."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == os.getpid() and state != "Z":
+            found.add(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A finished interleaved benchmark at temperature 0."""
+    config = prepare(tmp_path_factory.mktemp("benchmark"))
+    before = children()
+    benchmark.run(config, target="tiny", drafter="DFlash", temperature=0)
+    assert children() == before  # no engine is left
+    return config
+
+
+def test_every_prompt_is_measured_once_by_every_variant_in_rotating_order(config: Config) -> None:
+    rows = rows_of(config)
+    assert len(rows) == 4 * 4
+    groups = [rows[i : i + 4] for i in range(0, 16, 4)]
+    for group in groups:
+        assert {row["variant"] for row in group} == set(benchmark.VARIANTS)
+        assert len({(row["dataset"], row["prompt_id"]) for row in group}) == 1
+        assert [row["order"] for row in group] == [0, 1, 2, 3]
+    # Over four prompts each variant was first once.
+    assert {group[0]["variant"] for group in groups} == set(benchmark.VARIANTS)
+    assert [group[0]["dataset"] for group in groups] == ["chat", "chat", "math", "math"]
+    for row in rows:
+        assert (row["target"], row["drafter"], row["temperature"]) == ("tiny", "DFlash", 0)
+        assert row["seconds"] > 0
+
+
+def test_outputs_are_the_targets_own_greedy_tokens(config: Config) -> None:
+    """With every drafter: speculation changes the speed, never the output."""
+    model, tokenizer = target.load_target(Paths(config).target("tiny"), "float32")
+    texts = {p: t for texts in TEXTS.values() for t in texts for p in [t]}
+    rows = rows_of(config)
+    for text in texts:
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        prompt_tokens = len(ids)
+        while len(ids) < prompt_tokens + MAX_TOKENS and (
+            len(ids) == prompt_tokens or ids[-1] != tokenizer.eos_token_id
+        ):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        matching = [row for row in rows if row["output_ids"] == ids[prompt_tokens:]]
+        assert {row["variant"] for row in matching} == set(benchmark.VARIANTS)
+        for row in matching:
+            assert row["prompt_tokens"] == prompt_tokens
+            assert row["output_tokens"] == len(row["output_ids"])
+
+
+def test_counts_of_rounds_and_accepted_tokens_agree_with_the_output(config: Config) -> None:
+    for row in rows_of(config):
+        if row["variant"] == "autoregressive":
+            assert (row["rounds"], row["accepted"]) == (row["output_tokens"] - 1, 0)
+            continue
+        assert len(row["accepted_per_position"]) == PROPOSALS
+        assert sum(row["accepted_per_position"]) == row["accepted"]
+        # A position counts only when all before it were accepted.
+        assert row["accepted_per_position"] == sorted(row["accepted_per_position"], reverse=True)
+        # One token from the prefill, then a round commits its accepted ones and one more; the last
+        # round may run past the end.
+        committed = 1 + row["accepted"] + row["rounds"]
+        assert row["output_tokens"] <= committed <= row["output_tokens"] + PROPOSALS
+
+
+def test_the_manifest_holds_the_engines_facts(config: Config) -> None:
+    manifest = read_manifest(
+        Paths(config).benchmark("tiny", "DFlash", 0),
+        stage="benchmark",
+        config=config.stage("benchmark", "tiny", "DFlash"),
+        verify=True,
+    )
+    engines = manifest["extra"]["engines"]
+    assert set(engines) == set(benchmark.VARIANTS)
+    assert all(facts["startup_seconds"] > 0 for facts in engines.values())
+    assert all(100 < facts["peak_rss_mib"] < 4000 for facts in engines.values())
+    assert set(manifest["inputs"]) == {"target", *TEXTS, *TRAINED_VARIANTS}
+
+
+RUN = """
+import sys
+from carryover import benchmark
+from carryover.config import load_config
+benchmark.run(load_config(sys.argv[1]), target="tiny", drafter="DFlash", temperature=1.0)
+"""
+
+
+def test_a_killed_run_leaves_no_engine_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """kill -9 of the driver in the middle, at temperature 1, one variant after another."""
+    config = prepare(tmp_path, interleave=False, warmup_prompts=0)
+    output = Paths(config).benchmark("tiny", "DFlash", 1)
+    command = [sys.executable, "-c", RUN, str(tmp_path / "config.yaml")]
+    with (tmp_path / "driver.log").open("wb") as log:
+        driver = subprocess.Popen(command, stderr=log, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 200
+        while not (journals := list(output.parent.glob(".*.journal"))):
+            assert driver.poll() is None, (tmp_path / "driver.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        workers = {
+            int(path.parent.name)
+            for path in Path("/proc").glob("[0-9]*/stat")
+            if _session(path) == driver.pid and int(path.parent.name) != driver.pid
+        }
+        assert workers
+    finally:
+        driver.kill()
+        driver.wait()
+    deadline = time.monotonic() + 20
+    while any(_session(Path(f"/proc/{pid}/stat")) == driver.pid for pid in workers):
+        assert time.monotonic() < deadline, "a worker outlived its driver"
+        time.sleep(0.05)
+
+    kept = [json.loads(line) for line in journals[0].read_text().splitlines()]
+    assert 0 < len(kept) < 16
+    assert not output.exists()
+    with journals[0].open("a") as file:
+        file.write('{"variant": "cut sho')  # as a crash in the middle of a write would
+    benchmark.run(config, target="tiny", drafter="DFlash", temperature=1)
+    rows = rows_of(config, 1)
+    assert len(rows) == 16
+    # What was measured before is there unchanged, its wall time too.
+    assert rows[: len(kept)] == kept
+    assert not list(output.parent.glob(".*.journal"))
+    assert {row["temperature"] for row in rows} == {1.0}
+
+
+def _session(stat: Path) -> int | None:
+    """The session id of a living process."""
+    try:
+        state, _parent, _group, session = stat.read_text().rpartition(")")[2].split()[:4]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state == "Z" else int(session)
+
+
+def test_too_large_a_kv_cache_is_one_line_and_leaves_no_engine(tmp_path: Path) -> None:
+    config = prepare(tmp_path, kv_cache_gib=1e5)
+    before = children()
+    with pytest.raises(CarryoverError, match="autoregressive engine failed: .*memory") as caught:
+        benchmark.run(config, target="tiny", drafter="DFlash", temperature=0)
+    assert "\n" not in str(caught.value)
+    assert ".autoregressive.log" in caught.value.fix
+    assert children() == before
+    assert not Paths(config).benchmark("tiny", "DFlash", 0).exists()
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_any_engine_starts(tmp_path: Path) -> None:
+    config = prepare(tmp_path)
+    prompts = put_prompts(config, Paths(config).evaluation("math"), ["x" * 200], "math")
+    with pytest.raises(CarryoverError, match=f"{prompts[0].id} .*max_model_len"):
+        benchmark.run(config, target="tiny", drafter="DFlash", temperature=0)
+    assert not list(Paths(config).benchmark("tiny", "DFlash", 0).parent.glob("*.log"))
+
+
+def test_a_drafter_of_another_config_is_refused(tmp_path: Path) -> None:
+    config = prepare(tmp_path)
+    config.training.baseline.steps += 1
+    with pytest.raises(CarryoverError, match=r"baseline.*another config.*steps"):
+        benchmark.run(config, target="tiny", drafter="DFlash", temperature=0)
+
+
+def test_a_worker_killed_for_memory_is_reported_as_such(tmp_path: Path) -> None:
+    with EngineProcess("carryover.benchmark.worker", {}, tmp_path / "w.log", "control") as worker:
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(CarryoverError, match="control engine was killed by SIGKILL") as caught:
+            worker.receive()
+    assert "memory" in caught.value.fix
+    assert "w.log" in caught.value.fix
+
+
+def test_interleaving_gives_every_variant_every_place_equally_often() -> None:
+    tasks = [Task("d", f"p{number}", [1], {}) for number in range(8)]
+    groups = _groups(tasks, interleave=True)
+    for variant in benchmark.VARIANTS:
+        places = [cell.order for group in groups for cell in group if cell.variant == variant]
+        assert sorted(places) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_acceptance_since_an_earlier_reading() -> None:
+    now = Acceptance(rounds=9, accepted=12, per_position=[7, 5])
+    assert now.since(Acceptance(4, 5, [3, 2])) == Acceptance(5, 7, [4, 3])
+    assert now.since(Acceptance(0, 0, [])) == now
+
+
+def test_a_journal_of_another_key_is_another_journal(tmp_path: Path) -> None:
+    output = tmp_path / "temperature-0.jsonl"
+    Journal(output, "aaaa").append([{"n": 1}])
+    assert Journal(output, "bbbb").rows == []
+    again = Journal(output, "aaaa")
+    again.append([{"n": 2}])
+    assert Journal(output, "aaaa").rows == [{"n": 1}, {"n": 2}]
+    again.remove()
+    assert Journal(output, "aaaa").rows == []

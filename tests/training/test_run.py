@@ -1,0 +1,138 @@
+"""Real DeepSpeed runs of a tiny drafter: the three variants, a kill and resume, ranks, ZeRO."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tests.test_features import put_responses
+from tests.tiny_target import tiny_config, write_tiny_target
+
+from carryover import features, target
+from carryover.config import Config, load_config
+from carryover.paths import Paths
+
+LENGTHS = [(5, 30), (3, 20), (11, 25), (8, 30), (2, 22), (30, 40), (4, 33), (6, 28), (9, 21), (7, 36)]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config, a tiny fp32 target and its features on random responses."""
+    folder = tmp_path_factory.mktemp("training")
+    write_tiny_target(folder / "source")
+    config = tiny_config(
+        folder,
+        drafters={
+            "DFlash": {
+                "kind": "dflash", "layers": 1, "proposals": 4, "vocabulary": "observed",
+                "initialize": "target_last_layers", "qk_norm": False,
+            }
+        },
+        training={
+            "precision": "float32", "anchors": 8, "responses_per_step": 4, "micro_batch": 1,
+            "held_out": 2, "log_every": 1, "evaluate_every": 100, "checkpoint_every": 4,
+            "baseline": {"steps": 12, "learning_rate": 0.01},
+            "further": {"steps": 4, "learning_rate": 0.005},
+        },
+    )  # fmt: skip
+    target.run(config, target="tiny")
+    put_responses(config, LENGTHS)
+    features.run(config, target="tiny")
+    return folder
+
+
+def variation(folder: Path, name: str, **training) -> tuple[Path, Config]:
+    """The same features, other training settings."""
+    content = yaml.safe_load((folder / "config.yaml").read_text())
+    content["training"].update(training)
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path, load_config(path)
+
+
+def command(config: Path, stage: str, variant: str) -> list[str]:
+    return [sys.executable, "-m", "carryover", stage, "--config", str(config), "--variant", variant]
+
+
+def execute(config: Path, stage: str, variant: str) -> None:
+    done = subprocess.run(command(config, stage, variant), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def losses(config: Config, variant: str = "baseline") -> list[float]:
+    path = Paths(config).training("tiny", "DFlash", variant) / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [row["step"] for row in rows if "loss" in row]
+    assert steps == list(range(1, len(steps) + 1))
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_all_variants_train_and_export(recorded: Path) -> None:
+    path, config = variation(recorded, "variants")
+    for variant in ("baseline", "control", "carryover"):
+        execute(path, "train", variant)
+        execute(path, "export", variant)
+    curve = losses(config)
+    assert sum(curve[-3:]) < sum(curve[:3])
+    folders = {v: Paths(config).drafter("tiny", "DFlash", v) for v in ("control", "carryover")}
+    assert "carry_embedding" not in load_file(folders["control"] / "model.safetensors")
+    tensors = load_file(folders["carryover"] / "model.safetensors")
+    assert tensors["carry_embedding"].abs().sum() > 0
+    assert json.loads((folders["carryover"] / "config.json").read_text())["carryover"]["enabled"]
+    assert torch.equal(tensors["d2t"], load_file(folders["control"] / "model.safetensors")["d2t"])
+
+
+def test_a_killed_run_resumes_with_the_same_curve(recorded: Path) -> None:
+    whole_path, whole = variation(recorded, "whole", decay_gamma=3.0)
+    execute(whole_path, "train", "baseline")
+    content = yaml.safe_load(whole_path.read_text())
+    content["seed"] = whole.seed
+    cut_path, cut = variation(recorded, "cut", decay_gamma=3.0, keep_checkpoints=1)
+    folder = Paths(cut).training("tiny", "DFlash", "baseline")
+    want = losses(whole)
+    for leftover in folder.glob("step-*"):
+        os.rename(leftover, leftover.with_name("gone-" + leftover.name))
+    (folder / "metrics.jsonl").unlink()
+    process = subprocess.Popen(command(cut_path, "train", "baseline"), stderr=subprocess.DEVNULL)
+    while not list(folder.glob("step-00000004")) and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    execute(cut_path, "train", "baseline")
+    assert losses(cut) == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_ranks_zero_stage_and_micro_batch_do_not_change_the_curve(recorded: Path, zero_stage) -> None:
+    one_path, one = variation(recorded, "one", zero_stage=0, ranks=1, micro_batch=4)
+    if not Paths(one).trained("tiny", "DFlash", "baseline").exists():
+        execute(one_path, "train", "baseline")
+        want = losses(one)
+        (recorded / "one.json").write_text(json.dumps(want))
+    want = json.loads((recorded / "one.json").read_text())
+    two_path, two = variation(recorded, "two", zero_stage=zero_stage, ranks=2, micro_batch=1)
+    execute(two_path, "train", "baseline")
+    assert losses(two) == pytest.approx(want, rel=1e-4)
+
+
+def test_a_damaged_newest_checkpoint_is_skipped(recorded: Path) -> None:
+    path, config = variation(recorded, "damaged", decay_gamma=5.0, keep_checkpoints=2)
+    execute(path, "train", "baseline")
+    want = losses(config)
+    folder = Paths(config).training("tiny", "DFlash", "baseline")
+    newest = sorted(folder.glob("step-*"))[-1]
+    victim = max(newest.rglob("*.pt"), key=lambda p: p.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-100])
+    done = subprocess.run(command(path, "train", "baseline"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"skipping checkpoint {newest.name}" in done.stderr
+    assert "resuming at step 8" in done.stderr
+    assert losses(config) == pytest.approx(want, rel=1e-6)
