@@ -33,7 +33,8 @@ include: "workflow/rules/report.smk"
 localrules:
     all,
     target,
-    prompts,
+    train_prompts,
+    evaluation_prompts,
     report,
 
 

@@ -19,7 +19,8 @@ PARTS = ("Snakefile", "config", "envs", "profiles", "src", "workflow")
 
 DEFAULT_JOBS = {
     "target": 1,
-    "prompts": 1,
+    "train_prompts": 1,
+    "evaluation_prompts": 1,
     "responses": 1,
     "features": 1,
     "train_baseline": 1,
@@ -107,7 +108,8 @@ def test_paper_scale_is_planned_on_slurm(copy: Path) -> None:
     # Two targets, two drafters each, two temperatures; SmolLM2 is taken out by the overlay.
     assert counts == {
         "target": 2,
-        "prompts": 1,
+        "train_prompts": 1,
+    "evaluation_prompts": 1,
         "responses": 2,
         "features": 2,
         "train_baseline": 4,

@@ -100,7 +100,9 @@ def put_prompts(config: Config, path: Path, texts: Sequence[str], dataset: str) 
     write_manifest(
         path,
         stage="prompts",
-        config=config.stage("prompts"),
+        config=config.stage(
+            "train_prompts" if path == Paths(config).train_prompts() else "evaluation_prompts"
+        ),
         started=datetime.now(UTC),
         seed=config.seed,
     )

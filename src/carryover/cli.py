@@ -31,7 +31,7 @@ class Stage:
 
 STAGES = {
     "target": Stage("carryover.target", "fetch or convert a target model", ("target",)),
-    "prompts": Stage("carryover.prompts", "write training and evaluation prompts"),
+    "prompts": Stage("carryover.prompts", "write training and evaluation prompts", ("only",)),
     "responses": Stage("carryover.responses", "let a target answer the prompts", ("target",)),
     "features": Stage("carryover.features", "record a target's hidden states", ("target",)),
     "train": Stage("carryover.training", "train a drafter", ("target", "drafter", "variant")),
@@ -67,6 +67,10 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--drafter", help=f"its name in the config; {only}")
         if "variant" in stage.needs:
             command.add_argument("--variant", required=True, choices=TRAINED_VARIANTS)
+        if "only" in stage.needs:
+            command.add_argument(
+                "--only", choices=("train", "evaluation"), help="one of the two (default: both)"
+            )
         if "temperature" in stage.needs:
             command.add_argument("--temperature", type=_temperature, help=only)
     command = commands.add_parser(

@@ -68,7 +68,7 @@ def run(config: Config, *, target: str) -> None:
     model = paths.target(target)
     subset = config.stage("responses", target=target)
     read_manifest(model, stage="target", config=config.stage("target", target=target))
-    read_manifest(paths.train_prompts(), stage="prompts", config=config.stage("prompts"))
+    read_manifest(paths.train_prompts(), stage="prompts", config=config.stage("train_prompts"))
 
     questions, left_out = _questions(config, target)
     folder = paths.responses(target)

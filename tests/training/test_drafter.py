@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.training.tiny import VOCABULARY, dense_draft, tiny_drafter
 
 from carryover.drafter import layout
 from carryover.drafter.model import Carry, block_attention
+from tests.training.tiny import VOCABULARY, dense_draft, tiny_drafter
 
 
 @pytest.mark.parametrize("slot_layout", ["fill_in", "anchor_first"])
@@ -31,7 +31,9 @@ def test_forward_equals_dense_reference_for_every_accepted_count(slot_layout, qk
             for n in range(3):
                 m, a = int(accepted[r, n]), int(first[r, n])
                 rows = [(a + k, rejected[r, n, k - 1]) for k in range(m + 1, proposals + 1)]
-                want = dense_draft(drafter, int(tokens[r, n]), int(anchors[r, n]), features[r], rows)
+                want = dense_draft(
+                    drafter, int(tokens[r, n]), int(anchors[r, n]), features[r], rows
+                )
                 torch.testing.assert_close(got[r, n], want, rtol=1e-4, atol=1e-4)
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.training.tiny import LAYERS, VOCABULARY, dense_draft, dense_verify, tiny_drafter, tiny_target
 
 from carryover.training import verify
 from carryover.training.batch import Batch
@@ -10,6 +9,14 @@ from carryover.training.dvd import draft_and_verify
 from carryover.training.objective import draft_loss, label
 from carryover.training.verify import Verifier
 from carryover.training.vocabulary import Vocabulary
+from tests.training.tiny import (
+    LAYERS,
+    VOCABULARY,
+    dense_draft,
+    dense_verify,
+    tiny_drafter,
+    tiny_target,
+)
 
 
 def recorded(target, rows=2, length=16, seed=5) -> Batch:
@@ -56,7 +63,10 @@ def test_verification_equals_an_ordinary_forward_of_each_branch(family, chunk, m
     batch = recorded(target)
     proposals = torch.randint(0, VOCABULARY, (2, 4, 4))
     want = [
-        [dense_verify(target, batch.token_ids[r, : a + 1], proposals[r, n]) for n, a in enumerate(row)]
+        [
+            dense_verify(target, batch.token_ids[r, : a + 1], proposals[r, n])
+            for n, a in enumerate(row)
+        ]
         for r, row in enumerate(batch.anchors.tolist())
     ]
     got = Verifier(target, list(LAYERS))(batch.token_ids, batch.anchors, proposals)
@@ -84,7 +94,10 @@ def test_dvd_equals_two_passes_one_anchor_at_a_time():
         ]
     )
     truth = [
-        [dense_verify(target, batch.token_ids[r, : a + 1], proposals[r, n]) for n, a in enumerate(row)]
+        [
+            dense_verify(target, batch.token_ids[r, : a + 1], proposals[r, n])
+            for n, a in enumerate(row)
+        ]
         for r, row in enumerate(batch.anchors.tolist())
     ]
     vocabulary = Rigged(drafter.head, proposals)

@@ -12,14 +12,25 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tests.test_features import put_responses
-from tests.tiny_target import tiny_config, write_tiny_target
 
 from carryover import features, target
 from carryover.config import Config, load_config
 from carryover.paths import Paths
+from tests.test_features import put_responses
+from tests.tiny_target import tiny_config, write_tiny_target
 
-LENGTHS = [(5, 30), (3, 20), (11, 25), (8, 30), (2, 22), (30, 40), (4, 33), (6, 28), (9, 21), (7, 36)]
+LENGTHS = [
+    (5, 30),
+    (3, 20),
+    (11, 25),
+    (8, 30),
+    (2, 22),
+    (30, 40),
+    (4, 33),
+    (6, 28),
+    (9, 21),
+    (7, 36),
+]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +122,9 @@ def test_a_killed_run_resumes_with_the_same_curve(recorded: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_ranks_zero_stage_and_micro_batch_do_not_change_the_curve(recorded: Path, zero_stage) -> None:
+def test_ranks_zero_stage_and_micro_batch_do_not_change_the_curve(
+    recorded: Path, zero_stage
+) -> None:
     one_path, one = variation(recorded, "one", zero_stage=0, ranks=1, micro_batch=4)
     if not Paths(one).trained("tiny", "DFlash", "baseline").exists():
         execute(one_path, "train", "baseline")

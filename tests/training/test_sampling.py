@@ -47,7 +47,9 @@ def test_anchors_are_distinct_response_tokens_with_a_successor(prompt, response,
 def test_collate_cuts_pads_and_marks():
     def response(length, prompt):
         ids = torch.arange(length)
-        return Recorded("r", "d", ids, prompt, torch.arange(length * 2.0).view(length, 2).bfloat16())
+        return Recorded(
+            "r", "d", ids, prompt, torch.arange(length * 2.0).view(length, 2).bfloat16()
+        )
 
     batch = collate(
         [response(12, 3), response(5, 4)], anchors=4, max_length=9, generator=generator(1)

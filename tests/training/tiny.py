@@ -80,7 +80,9 @@ def dense_draft(
     x = [drafter.embedding[i] for i in ids]
     rows = [(p, features[p]) for p in range(anchor)]
     rows += [(p, f + w["carry_embedding"]) for p, f in carried]
-    memory = [(p, norm(w["fc.weight"] @ f, w["hidden_norm.weight"], c.rms_norm_eps)) for p, f in rows]
+    memory = [
+        (p, norm(w["fc.weight"] @ f, w["hidden_norm.weight"], c.rms_norm_eps)) for p, f in rows
+    ]
     group = c.num_attention_heads // c.num_key_value_heads
     for i in range(c.num_hidden_layers):
         name = f"layers.{i}."

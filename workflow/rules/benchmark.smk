@@ -4,7 +4,7 @@
 rule benchmark:
     input:
         target=rules.target.output.manifest,
-        prompts=rules.prompts.output.evaluation,
+        prompts=rules.evaluation_prompts.output,
         baseline=drafter("baseline"),
         control=drafter("control"),
         carryover=drafter("carryover"),

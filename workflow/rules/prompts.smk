@@ -1,16 +1,13 @@
-# The training prompts and the evaluation sets.
+# The training prompts and the evaluation sets, apart: other benchmark prompts repeat no training.
 
 
-rule prompts:
+rule train_prompts:
     output:
-        train=paths.train_prompts(),
-        evaluation=[
-            paths.evaluation(name) for name in settings.prompts.evaluation.datasets
-        ],
+        paths.train_prompts(),
     log:
-        f"{results}/logs/prompts.log",
+        f"{results}/logs/prompts/train.log",
     benchmark:
-        f"{results}/benchmarks/prompts.tsv"
+        f"{results}/benchmarks/prompts/train.tsv"
     conda:
         "../../envs/train.yaml"
     resources:
@@ -18,7 +15,28 @@ rule prompts:
         runtime=60,
     params:
         settings=SETTINGS,
-        config=stage("prompts"),
+        config=stage("train_prompts"),
         code=source_hash("prompts"),
     shell:
-        "python workflow/scripts/stage.py {log:q} prompts --config {params.settings:q}"
+        "python workflow/scripts/stage.py {log:q} prompts --only train --config {params.settings:q}"
+
+
+rule evaluation_prompts:
+    output:
+        [paths.evaluation(name) for name in settings.prompts.evaluation.datasets],
+    log:
+        f"{results}/logs/prompts/evaluation.log",
+    benchmark:
+        f"{results}/benchmarks/prompts/evaluation.tsv"
+    conda:
+        "../../envs/train.yaml"
+    resources:
+        mem_mb=4000,
+        runtime=60,
+    params:
+        settings=SETTINGS,
+        config=stage("evaluation_prompts"),
+        code=source_hash("prompts"),
+    shell:
+        "python workflow/scripts/stage.py {log:q} prompts --only evaluation"
+        " --config {params.settings:q}"

@@ -4,7 +4,7 @@
 rule responses:
     input:
         target=rules.target.output.manifest,
-        prompts=rules.prompts.output.train,
+        prompts=rules.train_prompts.output,
     output:
         manifest=manifest(paths.responses("{target}")),
     log:

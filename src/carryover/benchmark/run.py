@@ -252,7 +252,7 @@ def _inputs(config: Config, target: str, drafter: str) -> dict[str, Path]:
     inputs = {"target": paths.target(target)}
     for dataset in config.prompts.evaluation.datasets:
         path = paths.evaluation(dataset)
-        read_manifest(path, stage="prompts", config=config.stage("prompts"))
+        read_manifest(path, stage="prompts", config=config.stage("evaluation_prompts"))
         inputs[dataset] = path
     for variant in TRAINED_VARIANTS:
         folder = paths.drafter(target, drafter, variant)

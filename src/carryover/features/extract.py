@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from carryover.target import decoder_of
+from carryover.target.hidden import captured, fuse_norms
 
 
 class FeatureExtractor:
@@ -23,7 +24,7 @@ class FeatureExtractor:
     """
 
     def __init__(self, model: PreTrainedModel, feature_layers: Sequence[int]) -> None:
-        self._decoder = decoder_of(model)
+        self._decoder = fuse_norms(decoder_of(model))
         self._layers = list(feature_layers)
         self._decoder.layers = self._decoder.layers[: max(self._layers) + 1]
 
@@ -39,22 +40,8 @@ class FeatureExtractor:
         for row, sequence in zip(ids, sequences, strict=True):
             row[: len(sequence)] = torch.as_tensor(sequence)
 
-        outputs: dict[int, torch.Tensor] = {}
-
-        def keep(layer: int, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-            outputs[layer] = output[0] if isinstance(output, tuple) else output
-
-        hooks = [
-            self._decoder.layers[layer].register_forward_hook(
-                lambda _module, _inputs, output, layer=layer: keep(layer, output)
-            )
-            for layer in set(self._layers)
-        ]
-        try:
+        with captured(self._decoder, self._layers) as outputs:
             self._decoder(input_ids=ids.to(device), use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
         features = torch.cat([outputs[layer].to(torch.bfloat16) for layer in self._layers], dim=-1)
         return [row[: len(s)].cpu() for row, s in zip(features, sequences, strict=True)]
 

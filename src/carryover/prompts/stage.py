@@ -14,8 +14,11 @@ from carryover.prompts.hub import hub_evaluation_prompts, hub_train_prompts
 from carryover.prompts.prompt import Prompt
 
 
-def run(config: Config) -> None:
+def run(config: Config, *, only: str | None = None) -> None:
     """Writes the training set and every evaluation set that the config names.
+
+    only: "train" or "evaluation" for one of the two, each of which has its own part of the config,
+    so that other benchmark prompts repeat no training.
 
     Raises CarryoverError when a source is missing, too small or (hub) out of reach, or when an
     evaluation prompt is also a training prompt.
@@ -26,8 +29,10 @@ def run(config: Config) -> None:
     seen = {prompt.prompt for prompt in train}
     source = config.prompts.evaluation.source
     inputs = {"file": Path(source.removeprefix("path:"))} if source.startswith("path:") else {}
-    written: list[tuple[Path, list[Prompt], dict[str, Path]]] = [(paths.train_prompts(), train, {})]
-    for dataset in config.prompts.evaluation.datasets:
+    written: list[tuple[Path, list[Prompt], dict[str, Path]]] = []
+    if only != "evaluation":
+        written.append((paths.train_prompts(), train, {}))
+    for dataset in [] if only == "train" else config.prompts.evaluation.datasets:
         prompts = _evaluation(config, dataset)
         if config.prompts.train.source == "generated":
             _check_held_out(dataset, prompts, seen)
@@ -37,7 +42,9 @@ def run(config: Config) -> None:
         write_manifest(
             path,
             stage="prompts",
-            config=config.stage("prompts"),
+            config=config.stage(
+                "train_prompts" if path == paths.train_prompts() else "evaluation_prompts"
+            ),
             started=started,
             seed=config.seed,
             inputs=read,

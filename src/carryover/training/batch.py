@@ -24,7 +24,9 @@ class Batch:
     valid: Tensor
 
 
-def sample_anchors(prompt_length: int, length: int, count: int, generator: torch.Generator) -> Tensor:
+def sample_anchors(
+    prompt_length: int, length: int, count: int, generator: torch.Generator
+) -> Tensor:
     """At most `count` distinct anchor positions of one response, ascending, [n] int64.
 
     An anchor is a committed response token with at least one response token after it.

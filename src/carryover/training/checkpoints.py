@@ -29,7 +29,9 @@ def save(
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
-    engine.save_checkpoint(str(folder), tag=partial.name, client_state={"step": step}, save_latest=False)
+    engine.save_checkpoint(
+        str(folder), tag=partial.name, client_state={"step": step}, save_latest=False
+    )
     dist.barrier()
     if dist.get_rank() == 0:
         for path in partial.rglob("*"):

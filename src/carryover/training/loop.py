@@ -155,9 +155,11 @@ class Trainer:
             metrics.write(step=0, **self.evaluate())
         window: list[Tensor] = []
         clock = time.perf_counter()
-        with Progress(
-            self.phase.steps, "step", self.variant, done=step
-        ) if self.rank == 0 else _Silent() as progress:
+        with (
+            Progress(self.phase.steps, "step", self.variant, done=step)
+            if self.rank == 0
+            else _Silent() as progress
+        ):
             while step < self.phase.steps:
                 window.append(self.step(step))
                 step += 1
@@ -172,9 +174,9 @@ class Trainer:
                         "gradient_norm": float(self.engine.get_global_grad_norm() or 0.0),
                     }
                     window.clear()
-                    if not math.isfinite(report["loss"]):
+                    if not total[0].isfinite():
                         raise CarryoverError(
-                            f"the loss of {self.variant} is {report['loss']} at step {step}",
+                            f"the loss of {self.variant} is {total[0]} at step {step}",
                             "Lower training.*.learning_rate and train again.",
                         )
                     metrics.write(step=step, **report)
@@ -330,4 +332,3 @@ class _Metrics:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-

@@ -28,7 +28,9 @@ class Labels:
     weights: Tensor
 
 
-def label(batch: Batch, blocks: Blocks, vocabulary: Vocabulary, proposals: int, gamma: float) -> Labels:
+def label(
+    batch: Batch, blocks: Blocks, vocabulary: Vocabulary, proposals: int, gamma: float
+) -> Labels:
     """What each block has to predict: the recorded tokens a+1 .. a+B."""
     positions = proposal_positions(blocks.anchors, proposals)
     exists = (positions < batch.lengths[:, None, None]) & blocks.valid[..., None]

@@ -6,8 +6,6 @@ attention function of transformers' AttentionInterface, so that any target famil
 interface works and no mask over all branches is ever built.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from carryover.drafter.layout import proposal_positions
 from carryover.drafter.model import block_attention
 from carryover.errors import CarryoverError
+from carryover.target.hidden import captured, fuse_norms
 from carryover.target.load import decoder_of
 from carryover.training.losses import predict
 
@@ -120,9 +117,7 @@ class Verifier:
         """
         state = _State()
         # [R, T, H], the last norm included.
-        prefix = self.stack(
-            input_ids=token_ids, use_cache=False, branches=state
-        ).last_hidden_state
+        prefix = self.stack(input_ids=token_ids, use_cache=False, branches=state).last_hidden_state
         at_anchor = prefix.gather(1, anchors[..., None].expand(-1, -1, prefix.shape[-1]))
         chunk = max(1, CHUNK_TOKENS // (proposals.shape[0] * proposals.shape[2]))
         parts = [
@@ -147,36 +142,3 @@ class Verifier:
             ).last_hidden_state
         features = torch.cat([outputs[i] for i in self.feature_layers], -1)
         return hidden.view(*shape, -1), features.view(*shape, -1)
-
-
-def fuse_norms(stack: Any) -> Any:
-    """Exchange a stack's norms for torch's own, which computes the same in one pass.
-
-    transformers writes them as six elementwise passes: a third of verification on CPU.
-    """
-    for parent in list(stack.modules()):
-        for name, norm in list(parent.named_children()):
-            if isinstance(norm, LlamaRMSNorm | Qwen3RMSNorm):
-                fused = nn.RMSNorm(norm.weight.shape[0], norm.variance_epsilon)
-                fused.weight = norm.weight
-                setattr(parent, name, fused)
-    return stack
-
-
-@contextmanager
-def captured(stack: Any, layers: list[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs of blocks `layers` (0-based), [R, Q, H_t] each, by block index."""
-    outputs: dict[int, Tensor] = {}
-
-    def keep(index: int) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            outputs[index] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    handles = [stack.layers[i].register_forward_hook(keep(i)) for i in layers]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
