@@ -235,7 +235,7 @@ def _session(stat: Path) -> int | None:
 def test_too_large_a_kv_cache_is_one_line_and_leaves_no_engine(tmp_path: Path) -> None:
     config = prepare(tmp_path, kv_cache_gib=1e5)
     before = children()
-    with pytest.raises(CarryoverError, match="autoregressive engine failed: .*memory") as caught:
+    with pytest.raises(CarryoverError, match=r"autoregressive engine failed: .*memory") as caught:
         benchmark.run(config, target="tiny", drafter="DFlash", temperature=0)
     assert "\n" not in str(caught.value)
     assert ".autoregressive.log" in caught.value.fix

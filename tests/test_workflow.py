@@ -109,7 +109,7 @@ def test_paper_scale_is_planned_on_slurm(copy: Path) -> None:
     assert counts == {
         "target": 2,
         "train_prompts": 1,
-    "evaluation_prompts": 1,
+        "evaluation_prompts": 1,
         "responses": 2,
         "features": 2,
         "train_baseline": 4,

@@ -93,8 +93,10 @@ def tiny_config(
     return load_config(path)
 
 
-def put_prompts(config: Config, path: Path, texts: Sequence[str], dataset: str) -> list[Prompt]:
-    """Write `texts` as if the prompts stage had."""
+def put_prompts(
+    config: Config, path: Path, texts: Sequence[str], dataset: str, part: str = "evaluation_prompts"
+) -> list[Prompt]:
+    """Write `texts` as if the prompts stage had; `part` of the config decides them."""
     prompts = [Prompt(id=stable_id(dataset, t), dataset=dataset, prompt=t) for t in texts]
     write_prompts(path, prompts)
     write_manifest(
@@ -111,4 +113,4 @@ def put_prompts(config: Config, path: Path, texts: Sequence[str], dataset: str) 
 
 def put_train_prompts(config: Config, texts: Sequence[str]) -> list[Prompt]:
     """Write `texts` as the training prompts."""
-    return put_prompts(config, Paths(config).train_prompts(), texts, "chat")
+    return put_prompts(config, Paths(config).train_prompts(), texts, "chat", "train_prompts")

@@ -2,44 +2,55 @@
 
     python -m carryover.generation
 
-In, one JSON object a line: `{"engine": {LLM arguments}, "sampling": {SamplingParams arguments}}`,
-then any number of `{"id", "prompt_ids", "seed", "max_tokens"}`, then `{"end": true}`.
+In, one JSON object a line: `{"engine": {LLM arguments}, "sampling": {SamplingParams arguments}}`;
+then, at any time, `{"id", "prompt_ids", "seed", "max_tokens"}`; after the last `{"end": true}`.
 Out: `{"ready": true}`; every second `{"tokens": generated since the last}`; for a finished prompt
-`{"id", "response_ids", "finish_reason"}`; at the end `{"end": true}`.
+`{"id", "response_ids", "finish_reason"}`; when all are finished `{"end": true}`.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 
-from carryover.engine_process import Channel, run_worker
+from carryover.engine_process import Channel, Message, run_worker
 
 REPORT_SECONDS = 1.0
 
 
 def generate(channel: Channel) -> None:
-    """Decode all prompts in one continuous batch, so that no slot waits for a slow neighbour."""
+    """Decode in one continuous batch, so that no slot waits for a slow neighbour."""
     from vllm import LLM, RequestOutput, SamplingParams
 
     setup = channel.receive()
     if setup is None:
         return
     engine = LLM(**setup["engine"]).llm_engine
+    incoming: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+    threading.Thread(target=_forward, args=(channel, incoming), daemon=True).start()
     channel.send({"ready": True})
-    while (message := channel.receive()) is not None and "id" in message:
-        params = SamplingParams(
-            **setup["sampling"],
-            seed=message["seed"],
-            max_tokens=message["max_tokens"],
-            detokenize=False,
-        )
-        engine.add_request(message["id"], {"prompt_token_ids": message["prompt_ids"]}, params)
-    if message is None:
-        return
 
     lengths: dict[str, int] = {}
     unreported, reported_at = 0, time.monotonic()
-    while engine.has_unfinished_requests():
+    ended = False
+    while True:
+        while not ended and (not engine.has_unfinished_requests() or not incoming.empty()):
+            message = incoming.get()
+            if message is None:
+                return
+            if "end" in message:
+                ended = True
+                break
+            params = SamplingParams(
+                **setup["sampling"],
+                seed=message["seed"],
+                max_tokens=message["max_tokens"],
+                detokenize=False,
+            )
+            engine.add_request(message["id"], {"prompt_token_ids": message["prompt_ids"]}, params)
+        if not engine.has_unfinished_requests():
+            break
         for output in engine.step():
             assert isinstance(output, RequestOutput)
             completion = output.outputs[0]
@@ -58,6 +69,12 @@ def generate(channel: Channel) -> None:
             unreported, reported_at = 0, time.monotonic()
     channel.send({"tokens": unreported})
     channel.send({"end": True})
+
+
+def _forward(channel: Channel, incoming: queue.SimpleQueue[Message | None]) -> None:
+    while (message := channel.receive()) is not None:
+        incoming.put(message)
+    incoming.put(None)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -77,11 +78,10 @@ def run(config: Config, *, target: str) -> None:
     shards = _Shards(folder, questions, key=_result_key(subset, inputs))
     missing = [question for question in questions if question.shard not in shards]
     if missing:
+        budget = sum(question.max_tokens for question in missing)
         with (
-            Progress(
-                total=sum(q.max_tokens for q in missing), unit="token", desc=f"responses {target}"
-            ) as progress,
-            _engines(config, target, missing) as messages,
+            Progress(total=budget, unit="token", desc=f"responses {target}") as progress,
+            closing(_answers(config, target, missing)) as messages,
         ):
             answered = 0
             for message in messages:
@@ -185,48 +185,24 @@ def _shard_name(shard: int) -> str:
     return f"shard-{shard:05d}.jsonl"
 
 
-@contextmanager
-def _engines(
+def _answers(
     config: Config, target: str, questions: Sequence[Question]
-) -> Iterator[Iterator[Message]]:
-    """Start the engines, deal the questions out to them and yield their merged messages."""
-    cores = _core_groups(batches=-(-len(questions) // config.responses.max_num_seqs))
-    log_folder = Paths(config).responses(target).parent
-    incoming: queue.Queue[Message | CarryoverError] = queue.Queue()
+) -> Generator[Message, None, None]:
+    """Start the engines, deal the questions out to them and yield what they report.
 
-    def forward(engine: EngineProcess) -> None:
-        try:
-            while "end" not in (message := engine.receive()):
-                incoming.put(message)
-            incoming.put(message)
-        except CarryoverError as error:
-            incoming.put(error)
+    An engine gets a new question for each answer, so that a slow one does not keep the rest
+    waiting, and the first shard is finished first.
+    """
+    settings = config.responses
+    # A few more than are decoded together: a free slot is filled at once.
+    window = settings.max_num_seqs + max(8, settings.max_num_seqs // 8)
+    incoming: queue.Queue[tuple[EngineProcess, Message | CarryoverError]] = queue.Queue()
+    pending = deque(enumerate(questions))
+    ended: set[EngineProcess] = set()
 
-    with ExitStack() as stack:
-        engines = [
-            stack.enter_context(
-                EngineProcess(
-                    "carryover.generation",
-                    vllm_environment(group),
-                    log_folder / f"{target}.engine-{index}.log",
-                    "responses",
-                )
-            )
-            for index, group in enumerate(cores)
-        ]
-        for index, engine in enumerate(engines):
-            # Dealt in turn, so that the first shard is finished first.
-            share = list(enumerate(questions))[index :: len(engines)]
-            engine.send(_setup(config, target, [question for _, question in share]))
-            threading.Thread(target=_ask, args=(config, engine, share), daemon=True).start()
-            threading.Thread(target=forward, args=(engine,), daemon=True).start()
-        yield _until_all_end(incoming, len(engines))
-
-
-def _ask(config: Config, engine: EngineProcess, share: Sequence[tuple[int, Question]]) -> None:
-    """Send the questions; the worker reads them once it has started."""
-    try:
-        for number, question in share:
+    def hand_out(engine: EngineProcess, count: int) -> None:
+        for _ in range(min(count, len(pending))):
+            number, question = pending.popleft()
             engine.send(
                 {
                     "id": str(number),
@@ -235,26 +211,46 @@ def _ask(config: Config, engine: EngineProcess, share: Sequence[tuple[int, Quest
                     "seed": _seed(config, question),
                 }
             )
-        engine.send({"end": True})
-    except (CarryoverError, ValueError):
-        return  # the engine has died, or was closed: the receiving side reports it
+        if not pending and engine not in ended:
+            engine.send({"end": True})
+            ended.add(engine)
+
+    with ExitStack() as stack:
+        running = 0
+        for threads in _threads(batches=-(-len(questions) // settings.max_num_seqs)):
+            log = Paths(config).responses(target).parent / f"{target}.engine-{running}.log"
+            engine = stack.enter_context(
+                EngineProcess("carryover.generation", vllm_environment(threads), log, "responses")
+            )
+            engine.send(_setup(config, target, questions))
+            threading.Thread(target=_forward, args=(engine, incoming), daemon=True).start()
+            running += 1
+        while running:
+            engine, message = incoming.get()
+            if isinstance(message, CarryoverError):
+                raise message
+            if "end" in message:
+                running -= 1
+            elif "ready" in message:
+                hand_out(engine, window)
+            else:
+                yield message
+                if "id" in message:
+                    hand_out(engine, 1)
 
 
-def _until_all_end(
-    incoming: queue.Queue[Message | CarryoverError], engines: int
-) -> Iterator[Message]:
-    running = engines
-    while running:
-        message = incoming.get()
-        if isinstance(message, CarryoverError):
-            raise message
-        if "end" in message:
-            running -= 1
-        elif "ready" not in message:
-            yield message
+def _forward(
+    engine: EngineProcess, incoming: queue.Queue[tuple[EngineProcess, Message | CarryoverError]]
+) -> None:
+    try:
+        while "end" not in (message := engine.receive()):
+            incoming.put((engine, message))
+        incoming.put((engine, message))
+    except CarryoverError as error:
+        incoming.put((engine, error))
 
 
-def _setup(config: Config, target: str, share: Sequence[Question]) -> Message:
+def _setup(config: Config, target: str, questions: Sequence[Question]) -> Message:
     settings = config.responses
     on_cpu = not torch.cuda.is_available()
     engine: dict[str, Any] = {
@@ -272,8 +268,8 @@ def _setup(config: Config, target: str, share: Sequence[Question]) -> Message:
         engine["kv_cache_memory_bytes"] = kv_cache_bytes(
             Paths(config).target(target),
             config.targets[target].dtype,
-            longest=max(len(q.prompt_ids) + q.max_tokens for q in share),
-            sequences=min(settings.max_num_seqs, len(share)),
+            longest=max(len(q.prompt_ids) + q.max_tokens for q in questions),
+            sequences=min(settings.max_num_seqs, len(questions)),
             max_model_len=settings.max_model_len,
         )
     sampling = {
@@ -311,14 +307,14 @@ def _seed(config: Config, question: Question) -> int | None:
     return derive_seed(config.seed, "responses", question.prompt_id)
 
 
-def _core_groups(batches: int) -> list[list[int] | None]:
-    """Return the cores of each engine: two engines that share the cores, or one for one batch.
+def _threads(batches: int) -> list[int | None]:
+    """Return the threads of each engine: two engines that share the cores, or one for one batch.
 
     The serial part of a step (scheduling, sampling) leaves the other threads of an engine idle; a
     second engine uses that time (docs/performance.md). A GPU serves one.
     """
     if torch.cuda.is_available():
         return [None]
-    cores = sorted(os.sched_getaffinity(0))
-    engines = min(2, batches, len(cores))
-    return [cores[index::engines] for index in range(engines)]
+    cores = len(os.sched_getaffinity(0))
+    engines = min(2, batches, cores)
+    return [cores // engines + (index < cores % engines) for index in range(engines)]

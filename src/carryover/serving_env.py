@@ -1,7 +1,7 @@
 """The environment in which a vLLM engine's process starts.
 
-OpenMP reads its thread count and binding once, when its library is loaded, and LD_PRELOAD acts
-only on a new process: so these variables are set by whoever starts the process, in this one place.
+OpenMP reads its settings once, when its library is loaded, and LD_PRELOAD acts only on a new
+process: so these variables are set by whoever starts the process, in this one place.
 docs/performance.md has the measurements behind the choices.
 """
 
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 
-def vllm_environment(cores: Sequence[int] | None = None) -> dict[str, str]:
+def vllm_environment(threads: int | None = None) -> dict[str, str]:
     """Return the variables to add for one engine process.
 
-    `cores`: the CPU cores its threads are bound to; None means every core this process may use.
-    On a machine with CUDA nothing about threads is set.
+    `threads`: those it computes with; None means one for every core this process may use. On a
+    machine with CUDA nothing about threads is set.
     """
     environment = {
         # The engine runs in the process itself. On CPU a separate engine core would spend one of
@@ -32,13 +31,10 @@ def vllm_environment(cores: Sequence[int] | None = None) -> dict[str, str]:
     }
     if torch.cuda.is_available():
         return environment
-    chosen = sorted(os.sched_getaffinity(0)) if cores is None else list(cores)
-    environment["OMP_NUM_THREADS"] = str(len(chosen))
+    environment["OMP_NUM_THREADS"] = str(threads or len(os.sched_getaffinity(0)))
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"  # of the package intel-openmp
     if openmp.is_file():
         environment["LD_PRELOAD"] = str(openmp)
-        proclist = ",".join(map(str, chosen))
-        environment["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{proclist}]"
         # Milliseconds a thread spins after a parallel region: long enough for the next layer's,
         # short enough that an idle engine leaves the cores to the others.
         environment["KMP_BLOCKTIME"] = "5"

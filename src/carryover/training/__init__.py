@@ -20,11 +20,7 @@ def run(config: Config, *, target: str, drafter: str, variant: str) -> None:
     variant: baseline, control (further steps without carry) or carryover (further steps of
     parallel DVD). A run that was interrupted goes on from its newest intact checkpoint.
     """
-    if config.drafters[drafter].kind != "dflash":
-        raise CarryoverError(
-            f"drafters.{drafter}.kind: {config.drafters[drafter].kind} is planned, not yet trained",
-            "Use kind: dflash.",
-        )
+    _refuse_planned(config, drafter)
     paths = Paths(config)
     if RANK_MARK in os.environ or config.training.nodes * config.training.ranks == 1:
         _train(config, target, drafter, variant)
@@ -36,6 +32,20 @@ def run(config: Config, *, target: str, drafter: str, variant: str) -> None:
             paths.trained(target, drafter, variant),
             {"checkpoint": str(folder / "final"), "metrics": str(folder / "metrics.jsonl")},
         )
+
+
+def _refuse_planned(config: Config, drafter: str) -> None:
+    """Settings that the schema knows and this version cannot train yet."""
+    for key, value, trained in (
+        (f"drafters.{drafter}.kind", config.drafters[drafter].kind, "dflash"),
+        ("carry.rows", config.carry.rows, "hidden_states"),
+        ("carry.distinction", config.carry.distinction, "embedding"),
+    ):
+        if value != trained:
+            raise CarryoverError(
+                f"{key}: {value} is planned, and this version cannot train it",
+                f"Set {key}: {trained}.",
+            )
 
 
 def _train(config: Config, target: str, drafter: str, variant: str) -> None:

@@ -95,6 +95,12 @@ class Trainer:
             initialize_random(module, self.config.seed)
             if wanted.initialize == "target_last_layers":
                 initialize_from_target(module, model)
+            elif wanted.initialize.startswith("path:"):
+                raise CarryoverError(
+                    f"drafters.{drafter}.initialize: {wanted.initialize} is planned, and this "
+                    "version cannot start from a released drafter",
+                    "Use random or target_last_layers.",
+                )
         else:
             # Both go on from the baseline, with a fresh optimizer and scheduler (paper, Table 4).
             folder = self.paths.training(target, drafter, "baseline") / "final"
@@ -104,6 +110,9 @@ class Trainer:
                 drafter_config = drafter_config.with_carry(self.config.carry.distinction)
             module = Drafter(drafter_config)
             load_into(module, tensors)
+            if self.carries and self.config.carry.embedding_init == "normal":
+                noise = generator(self.config.seed, "carry_embedding")
+                torch.nn.init.normal_(module.carry_embedding, std=0.02, generator=noise)
         vocabulary = Vocabulary(head, observed)
         module.share(embedding, vocabulary.head)
         return module, vocabulary
