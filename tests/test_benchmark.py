@@ -15,10 +15,11 @@ from carryover.artifacts import read_manifest, write_manifest
 from carryover.benchmark.journal import Journal
 from carryover.benchmark.run import Task, _groups
 from carryover.benchmark.worker import Acceptance
-from carryover.config import TRAINED_VARIANTS, Config
+from carryover.config import TRAINED_VARIANTS, Config, load_config
 from carryover.engine_process import EngineProcess
 from carryover.errors import CarryoverError
 from carryover.paths import Paths
+from carryover.serving_env import vllm_environment
 from tests.serving.checkpoints import FEATURE_LAYERS, PROPOSALS, write_drafter
 from tests.tiny_target import (
     MASK_ID,
@@ -253,7 +254,7 @@ def test_a_prompt_that_does_not_fit_is_named_before_any_engine_starts(tmp_path: 
 
 def test_a_drafter_of_another_config_is_refused(tmp_path: Path) -> None:
     config = prepare(tmp_path)
-    config.training.baseline.steps += 1
+    config = load_config(tmp_path / "config.yaml", ["training.baseline.steps=7"])
     with pytest.raises(CarryoverError, match=r"baseline.*another config.*steps"):
         benchmark.run(config, target="tiny", drafter="DFlash", temperature=0)
 
@@ -265,6 +266,28 @@ def test_a_worker_killed_for_memory_is_reported_as_such(tmp_path: Path) -> None:
             worker.receive()
     assert "memory" in caught.value.fix
     assert "w.log" in caught.value.fix
+
+
+def test_an_idle_engine_leaves_the_cores_alone(tmp_path: Path) -> None:
+    """Else three waiting engines would slow the one that is measured."""
+    config = prepare(tmp_path)
+    arguments = benchmark.engine_arguments(config, "tiny", "DFlash", None)
+    environment = vllm_environment()
+    log = tmp_path / "w.log"
+    with EngineProcess("carryover.benchmark.worker", environment, log, "idle") as worker:
+        worker.send({"engine": arguments})
+        worker.receive()
+        worker.send({"prompt_ids": [10, 11, 12], "sampling": {"max_tokens": 4}})
+        assert len(worker.receive()["output_ids"]) <= 4
+        time.sleep(0.5)  # the threads' last spin
+        before = _cpu_seconds(worker.pid)
+        time.sleep(2)
+        assert _cpu_seconds(worker.pid) - before < 0.1
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_interleaving_gives_every_variant_every_place_equally_often() -> None:

@@ -93,11 +93,12 @@ def test_answers_of_another_config_are_not_kept(config: Config, tmp_path: Path) 
     folder = Paths(config).responses("tiny")
     root = Path(config.results_dir).parent
     other = tiny_config(root, responses={**SETTINGS, "max_tokens": 3})
-    put_train_prompts(other, TEXTS)
+    put_train_prompts(other, TEXTS[:3])
     saved = {path: path.read_bytes() for path in folder.iterdir()}
     try:
         responses.run(other, target="tiny")
         lengths = [len(row["response_ids"]) for row in responses.read_responses(folder)]
+        assert len(lengths) == 3
         assert max(lengths) == 3
     finally:
         for path, content in saved.items():

@@ -63,14 +63,18 @@ class Served:
         }
         base = {"target": target, "prompts": self.prompts, "sampling": {"max_tokens": GENERATED}}
         edited = base | {"continue_from": 0, "accepted": ACCEPTED}
-        long = {"max_tokens": GENERATED + 16}
+        long = {"max_tokens": 2 * GENERATED + 32}
         jobs: dict[str, dict[str, Any]] = {"autoregressive": base | {"sampling": long}}
         for name, drafter in folders.items():
             # A baseline needs no worker of ours.
             jobs[name] = edited | {"drafter": drafter, "worker": "carryover" in name}
         carryover = folders["carryover"]
         folders |= dict.fromkeys(("preempted", "prefix caching", "own proposals"), carryover)
-        jobs["preempted"] = edited | {"drafter": carryover, "llm": {"num_gpu_blocks_override": 10}}
+        jobs["preempted"] = edited | {
+            "drafter": carryover,
+            "sampling": {"max_tokens": 2 * GENERATED},
+            "llm": {"num_gpu_blocks_override": 10},
+        }
         # The last two prompts come again after the first four, and find their prefix cached.
         jobs["prefix caching"] = edited | {
             "drafter": carryover,

@@ -20,7 +20,8 @@ from tests.serving.harness import GENERATED, Served
     ],
 )
 def test_greedy_output_is_the_targets(served: Served, name: str) -> None:
-    expected = [ids[:GENERATED] for ids in served.results["autoregressive"]["outputs"]]
+    tokens = served.jobs[name]["sampling"]["max_tokens"]
+    expected = [ids[:tokens] for ids in served.results["autoregressive"]["outputs"]]
     assert served.results[name]["outputs"] == expected
 
 
