@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import time
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -19,6 +22,8 @@ from carryover import progress as progress_module
 from carryover.artifacts import (
     atomic_path,
     config_hash,
+    disk_is_full,
+    failed_write,
     git_state,
     hardware,
     package_versions,
@@ -64,6 +69,11 @@ def test_a_killed_writer_leaves_the_old_file_and_no_entry(tmp_path):
     assert len(os.listdir(tmp_path)) == 2, "the temporary file of the killed process"
     manifest = write_manifest(tmp_path, stage="s", config=CONFIG, started=NOW, seed=1)
     assert list(manifest["files"]) == ["file.txt"]
+    alive = tmp_path / f".tmp-{os.getppid()}-file.txt"
+    alive.touch()
+    with atomic_path(path) as temporary:
+        temporary.write_text("new")
+    assert sorted(os.listdir(tmp_path)) == [alive.name, "file.txt", "manifest.json"]
 
 
 def test_full_disk_is_one_line(tmp_path):
@@ -83,6 +93,55 @@ def test_full_disk_of_a_foreign_writer_is_recognised(tmp_path):
     message = "I/O error: No space left on device (os error 28)"
     with pytest.raises(CarryoverError, match="no space left"), atomic_path(tmp_path / "file"):
         raise RuntimeError(message)
+
+
+@pytest.mark.parametrize(("free", "full"), [(4096, True), (10**10, False)])
+def test_full_disk_of_torch_is_recognised_by_the_disk(monkeypatch, tmp_path, free, full):
+    """torch.save's message is the same for every failed write."""
+    asked = []
+
+    def disk_usage(path):
+        asked.append(path)
+        return SimpleNamespace(free=free)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
+    assert disk_is_full(error, tmp_path / "absent" / "file") is full
+    assert asked == [tmp_path]
+    assert not disk_is_full(RuntimeError("shapes differ"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda results: results.mkdir(), None),
+        (lambda results: os.listdir("/absent"), None),
+        (lambda results: (results / "absent").read_bytes(), None),
+        (lambda results: Path("/proc/self/mem").read_bytes(), None),
+        (lambda results: (results / "file" / "a").mkdir(), "file/a: Not a directory"),
+        (lambda results: (results / "file").mkdir(), "file: .*file is a file, not a folder"),
+        (lambda results: Path("/dev/full").write_text("x"), "no space left"),
+    ],
+)
+def test_a_failed_write_is_told_from_a_fault(tmp_path, make, message):
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "file").touch()
+    with pytest.raises(OSError) as caught:
+        make(results)
+    told = failed_write(caught.value, results)
+    if message is None:
+        assert told is None
+    else:
+        assert re.search(message, str(told)) and "\n" not in str(told)
+        assert "results_dir" in str(told)
+
+
+def test_results_where_no_folder_can_be_are_one_line():
+    results = Path("/proc/carryover/results")  # whatever the user's rights
+    with pytest.raises(OSError) as caught:
+        (results / "targets").mkdir(parents=True)
+    assert str(failed_write(caught.value, results)).startswith("cannot write /proc/carryover: No ")
 
 
 @contextmanager
@@ -328,3 +387,14 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch, capsys):
         progress.update(4, tau=2.5)
     shown = capsys.readouterr().err
     assert "\r" in shown and "read" in shown and "4/4" in shown and "tau=2.5" in shown
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_lowered_total_is_shown(monkeypatch, capsys, terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    with Progress(total=100, unit="token", desc="answer") as progress:
+        progress.update(10)
+        progress.total -= 80
+        progress.update(10)
+    last = re.split(r"[\r\n]+", capsys.readouterr().err.strip())[-1]
+    assert "20/20" in last and progress.total == 20

@@ -13,7 +13,7 @@ import torch
 from carryover import benchmark, target
 from carryover.artifacts import read_manifest, write_manifest
 from carryover.benchmark.journal import Journal
-from carryover.benchmark.run import Task, _groups
+from carryover.benchmark.run import REMEDIES, Task, _groups
 from carryover.benchmark.worker import Acceptance
 from carryover.config import TRAINED_VARIANTS, Config, load_config
 from carryover.engine_process import EngineProcess
@@ -240,6 +240,7 @@ def test_too_large_a_kv_cache_is_one_line_and_leaves_no_engine(tmp_path: Path) -
         benchmark.run(config, target="tiny", drafter="DFlash", temperature=0)
     assert "\n" not in str(caught.value)
     assert ".autoregressive.log" in caught.value.fix
+    assert "lower benchmark.kv_cache_gib" in caught.value.fix
     assert children() == before
     assert not Paths(config).benchmark("tiny", "DFlash", 0).exists()
 
@@ -260,12 +261,63 @@ def test_a_drafter_of_another_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_worker_killed_for_memory_is_reported_as_such(tmp_path: Path) -> None:
-    with EngineProcess("carryover.benchmark.worker", {}, tmp_path / "w.log", "control") as worker:
+    log = tmp_path / "w.log"
+    with EngineProcess("carryover.benchmark.worker", {}, log, "control", REMEDIES) as worker:
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(CarryoverError, match="control engine was killed by SIGKILL") as caught:
             worker.receive()
     assert "memory" in caught.value.fix
     assert "w.log" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("failure", "remedy"),
+    [
+        # vLLM 0.32's own messages.
+        (
+            "ValueError: Available memory on node 0 (1.0/24.0 GiB) on kv cache allocation is less "
+            "than requested memory for kv (2.0 GiB).",
+            "lower benchmark.kv_cache_gib",
+        ),
+        (
+            "ValueError: To serve at least one request with the model's max seq len (1024), (0.1 "
+            "GiB KV cache is needed, which is larger than the available KV cache memory (0.0 GiB).",
+            "Raise benchmark.kv_cache_gib, or lower benchmark.max_model_len",
+        ),
+        ("ValueError: No available memory for the cache blocks.", "lower benchmark.kv_cache_gib"),
+        ("ModuleNotFoundError: No module named 'vllm'", "make setup"),
+        ("ValueError: something else", ""),
+    ],
+)
+def test_an_engines_failure_says_what_to_do(tmp_path: Path, failure: str, remedy: str) -> None:
+    """A real worker that fails with this message, in place of an engine."""
+    (tmp_path / "failing.py").write_text(
+        "from carryover.engine_process import run_worker\n"
+        "def body(channel):\n"
+        f"    kind = type({failure.partition(':')[0]!r}, (Exception,), {{}})\n"
+        f"    raise kind({failure.partition(': ')[2]!r})\n"
+        "run_worker(body)\n"
+    )
+    log = tmp_path / "w.log"
+    environment = {"PYTHONPATH": str(tmp_path)}
+    with (
+        EngineProcess("failing", environment, log, "control", REMEDIES) as worker,
+        pytest.raises(CarryoverError) as caught,
+    ):
+        worker.receive()
+    assert caught.value.reason == f"the control engine failed: {failure.rstrip('.')}"
+    assert remedy in caught.value.fix
+    assert caught.value.fix.endswith(f"See {log}.")
+    if not remedy:
+        assert caught.value.fix == f"See {log}."
+
+
+def test_engines_run_in_the_model_runner_that_the_plugin_corrects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for cuda in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        assert vllm_environment()["VLLM_USE_V2_MODEL_RUNNER"] == "0"
 
 
 def test_an_idle_engine_leaves_the_cores_alone(tmp_path: Path) -> None:
@@ -274,7 +326,7 @@ def test_an_idle_engine_leaves_the_cores_alone(tmp_path: Path) -> None:
     arguments = benchmark.engine_arguments(config, "tiny", "DFlash", None)
     environment = vllm_environment()
     log = tmp_path / "w.log"
-    with EngineProcess("carryover.benchmark.worker", environment, log, "idle") as worker:
+    with EngineProcess("carryover.benchmark.worker", environment, log, "idle", REMEDIES) as worker:
         worker.send({"engine": arguments})
         worker.receive()
         worker.send({"prompt_ids": [10, 11, 12], "sampling": {"max_tokens": 4}})
@@ -304,11 +356,15 @@ def test_acceptance_since_an_earlier_reading() -> None:
     assert now.since(Acceptance(0, 0, [])) == now
 
 
-def test_a_journal_of_another_key_is_another_journal(tmp_path: Path) -> None:
-    output = tmp_path / "temperature-0.jsonl"
-    Journal(output, "aaaa").append([{"n": 1}])
+def test_a_journal_of_another_key_is_removed(tmp_path: Path) -> None:
+    output, warmer = tmp_path / "temperature-0.jsonl", tmp_path / "temperature-0.7.jsonl"
+    Journal(output, "aaaa").append([{"n": 0}])
+    Journal(warmer, "aaaa").append([{"n": 7}])
     assert Journal(output, "bbbb").rows == []
     again = Journal(output, "aaaa")
+    assert again.rows == []
+    assert Journal(warmer, "aaaa").rows == [{"n": 7}]
+    again.append([{"n": 1}])
     again.append([{"n": 2}])
     assert Journal(output, "aaaa").rows == [{"n": 1}, {"n": 2}]
     again.remove()

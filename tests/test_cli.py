@@ -61,7 +61,7 @@ def test_each_stage_gets_its_arguments(stage):
     target, drafter = {"target": "SmolLM2-135M"}, {"drafter": "DFlash"}
     assert [(name, arguments) for name, _, arguments in stage.calls] == [
         ("target", target),
-        ("prompts", {}),
+        ("prompts", {"only": None}),
         ("responses", target),
         ("features", target),
         ("train", {**target, **drafter, "variant": "control"}),
@@ -93,12 +93,12 @@ def test_the_default_config_is_the_repositorys(stage, monkeypatch, tmp_path, cap
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (["features", "--target", "X"], "error: --target X is not in the config. It has SmolLM2-"),
+        (["features", "--target", "X"], "error: --target X is not in the config. Its targets are"),
         (
             ["features", "--set", SECOND],
             "error: --target is missing. The config has SmolLM2-135M, ",
         ),
-        (["benchmark", "--drafter", "X"], "error: --drafter X is not in the config. It has DFlash"),
+        (["benchmark", "--drafter", "X"], "error: --drafter X is not in the config. Its drafters"),
         (
             ["benchmark", "--set", "drafters.M={kind: markov}"],
             "error: --drafter is missing. The config has DFlash, M; choose one.",
@@ -154,8 +154,14 @@ def test_a_wrong_command_line_shows_its_usage(stage, capsys, line):
         (
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x"),
             2,
-            "error: no space left on the disk. Free some space (or set results_dir to another "
-            "disk) and run the same command again; finished files are kept.\n",
+            "error: no space left on the disk while writing x. Free some space (or set results_dir "
+            "to another disk) and run the same command again; finished files are kept.\n",
+        ),
+        (
+            PermissionError(errno.EACCES, os.strerror(errno.EACCES), "results/features/x"),
+            2,
+            "error: cannot write results/features/x: Permission denied. Make the folder writable, "
+            "or set results_dir in the config to one that is.\n",
         ),
     ],
 )
@@ -170,6 +176,7 @@ def test_a_known_failure_is_one_line(stage, capsys, failure, status, message):
     [
         ValueError("a fault of the program"),
         OSError(errno.EIO, "x"),
+        PermissionError(errno.EACCES, os.strerror(errno.EACCES), "elsewhere/x"),
         ModuleNotFoundError("No module named 'carryover.x'", name="carryover.x"),
     ],
 )
@@ -217,6 +224,14 @@ def test_as_a_program(tmp_path):
     done = subprocess.run([*program, "config", "--explain"], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*program, "config", "--explain"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: cannot print: No space left on device.\n",
+    )
 
 
 @pytest.mark.parametrize("name", STAGES)

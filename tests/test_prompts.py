@@ -17,6 +17,7 @@ import yaml
 from carryover.artifacts import read_manifest
 from carryover.config import config_from_dict
 from carryover.errors import CarryoverError
+from carryover.paths import Paths
 from carryover.prompts import KINDS, Prompt, evaluation_prompts, render, run, train_prompts
 from carryover.prompts.bank import load_groups, stream
 from carryover.prompts.files import read_subset
@@ -272,7 +273,7 @@ def test_read_subset_takes_the_file_order_and_the_benchmark_names(tmp_path: Path
         ('{"subset": "qa", "prompt": "a"}\n{"subset": "qa"}', "line 2: no text under the key 'pro"),
         ('{"prompt": "a"}', "line 1: no text under the key 'subset'"),
         ('{"subset": "qa", "prompt": 3}', "line 1: no text under the key 'prompt'"),
-        ("[1]", "line 1: no text under the key"),
+        ("[1]", "line 1: not a JSON object"),
         ('{"subset": "qa", "prompt": "a"}\n{"subs', "line 2: not JSON"),
         ("", "the file is empty"),
     ],
@@ -286,8 +287,16 @@ def test_bad_files_are_named_with_line_and_key(tmp_path: Path, text: str, messag
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CarryoverError, match=r"cannot read .*nowhere\.jsonl"):
+    with pytest.raises(CarryoverError, match=r"nowhere\.jsonl is missing") as caught:
         read_subset(tmp_path / "nowhere.jsonl", "qa", 1)
+    assert "prompts.evaluation.source" in caught.value.fix
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "latin.jsonl"
+    file.write_bytes('{"subset": "qa", "prompt": "Où?"}\n'.encode("latin-1"))
+    with pytest.raises(CarryoverError, match=r"latin\.jsonl is not UTF-8"):
+        read_subset(file, "qa", 1)
 
 
 def test_hub_rows_become_prompts() -> None:
@@ -392,6 +401,26 @@ def test_run_refuses_an_evaluation_prompt_that_is_trained_on(tmp_path: Path) -> 
     with pytest.raises(CarryoverError, match=r"evaluation set 'qa': prompt qa-.* training prompt"):
         run(small_config(tmp_path, f"path:{file}", ["qa"]))
     assert not (tmp_path / "results").exists()
+
+
+def test_evaluation_sets_alone_fetch_no_training_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = small_config(tmp_path, "generated", ["chat"]).model_dump()
+    settings["prompts"]["train"]["source"] = "hub"
+    config = config_from_dict(settings, "test")
+    fetched: list[int] = []
+
+    def fetch(count: int, seed: int) -> list[Prompt]:
+        fetched.append(count)
+        return train_prompts(count, seed)
+
+    monkeypatch.setattr("carryover.prompts.stage.hub_train_prompts", fetch)
+    run(config, only="evaluation")
+    assert Paths(config).evaluation("chat").is_file()
+    assert not fetched and not Paths(config).train_prompts().exists()
+    run(config, only="train")
+    assert fetched == [80] and Paths(config).train_prompts().is_file()
 
 
 def test_run_reads_a_file_and_records_it(tmp_path: Path) -> None:

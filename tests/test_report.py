@@ -7,7 +7,7 @@ import json
 import math
 import random
 import re
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +15,20 @@ import pandas as pd
 import pytest
 import yaml
 
-from carryover.artifacts import read_manifest, write_manifest
-from carryover.config import load_config
+from carryover.artifacts import manifest_path, read_manifest, write_manifest
+from carryover.config import VARIANTS, load_config
 from carryover.errors import CarryoverError
 from carryover.paths import Paths
 from carryover.report import COLUMNS, figures, html, paper, run
 from carryover.report import statistics as stats
 from carryover.report.curves import read_curve
-from carryover.report.rows import VARIANTS, read_rows
-from carryover.report.stage_times import read_provenance, read_stage_times
+from carryover.report.rows import read_rows
+from carryover.report.stage_times import jobs, read_provenance, read_stage_times
 from carryover.report.table import AVERAGE, summarize
-from carryover.report.verdict import headline, judge, verdicts
+from carryover.report.verdict import fewest_prompts, headline, judge, verdicts
 
-CONFIG = Path(__file__).parents[1] / "config" / "config.yaml"
+REPOSITORY = Path(__file__).parents[1]
+CONFIG = REPOSITORY / "config" / "config.yaml"
 TARGET, DRAFTER = "Synthetic-Target", "Synthetic-Drafter"
 DATASETS = ["chat", "code"]
 B = 3
@@ -135,10 +136,15 @@ def write_results(config, rows: list[dict], trained=("baseline", "control", "car
                     records[-1]["held_out_carry_on_acceptance_length"] = 1.7 + step / 500
                     records[-1]["held_out_carry_off_acceptance_length"] = 1.6
         write_rows(paths.training(TARGET, DRAFTER, variant) / "metrics.jsonl", records)
-    timings = Path(config.results_dir) / "benchmarks" / "train" / "baseline.tsv"
-    timings.parent.mkdir(parents=True, exist_ok=True)
-    timings.write_text("s\th:m:s\tmax_rss\tmean_load\n185.4\t0:03:05\t2048.0\t-\n")
+    timing = "s\th:m:s\tmax_rss\tmean_load\n185.4\t0:03:05\t2048.0\t-\n"
+    write_timing(config, f"train/{TARGET}/{DRAFTER}/baseline", timing)
     return path
+
+
+def write_timing(config, job: str, text: str) -> None:
+    path = Path(config.results_dir) / "benchmarks" / f"{job}.tsv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 # --- statistics -----------------------------------------------------------------------------
@@ -320,12 +326,86 @@ def test_sampled_outputs_are_not_compared(tmp_path):
         (-5.0, -0.1, 9, "loss"),
         (-0.1, 5.0, 9, "none"),
         (0.0, 5.0, 9, "none"),
+        (0.1, 5.0, 6, "gain"),
+        (0.1, 5.0, 5, "unknown"),
+        (-0.1, 5.0, 4, "unknown"),
         (1.0, 1.0, 1, "unknown"),
         (math.nan, math.nan, 9, "unknown"),
     ],
 )
 def test_judge(low, high, prompts, expected):
-    assert judge(low, high, prompts) == expected
+    assert judge(low, high, prompts, 0.95) == expected
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.8, 0.9, 0.95, 0.99])
+def test_prompts_that_agree_by_chance_are_not_called_a_gain(confidence):
+    # Without any true difference, n prompts have the same sign with probability 2 / 2^n.
+    fewest = fewest_prompts(confidence)
+    assert fewest >= 2
+    for prompts in range(1, 12):
+        by_chance = 2 * 0.5**prompts
+        assert (prompts >= fewest) == (by_chance <= 1 - confidence + 1e-12)
+    assert judge(1.0, 2.0, fewest, confidence) == "gain"
+    assert judge(1.0, 2.0, fewest - 1, confidence) == "unknown"
+
+
+def test_data_sets_of_few_prompts_are_not_marked(tmp_path):
+    # Four prompts a set, all of which gain 30 %: their intervals leave out zero, and say little.
+    table = table_of(tmp_path, make_rows(4, gain=0.3))
+    ours = pick(table, "carryover", "chat")
+    assert ours["gain_percent_low"] > 0
+    rows = html._results(table, 0.95)[0]["rows"]
+    marks = {row["dataset"]: {gain["verdict"] for gain in row["gains"]} for row in rows}
+    assert marks == {"chat": {"unknown"}, "code": {"unknown"}, AVERAGE: {"gain"}}
+    few = verdicts(table_of(tmp_path, make_rows(2, gain=0.3)), 0.95)
+    assert few[0].acceptance == "unknown"
+    assert "4 prompts are too few to tell" in few[0].sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("over_baseline", "over_control", "acceptance", "sentence"),
+    [
+        ((1, 5), (1, 5), "gain", "This is a measurable gain in acceptance length."),
+        ((-5, -1), (-5, -1), "loss", "This is a measurable loss in acceptance length."),
+        (
+            (1, 5),
+            (-5, -1),
+            "none",
+            "measurably better than the baseline, but measurably worse than the control",
+        ),
+        (
+            (1, 5),
+            (-1, 5),
+            "none",
+            "measurably better than the baseline, but not distinguishable from the control",
+        ),
+        (
+            (-1, 5),
+            (-5, -1),
+            "none",
+            "not distinguishable from the baseline, but measurably worse than the control",
+        ),
+        (
+            (-1, 5),
+            (1, 5),
+            "none",
+            "not distinguishable from the baseline, but measurably better than the control",
+        ),
+        ((-1, 5), (-1, 5), "none", "both include zero"),
+        ((1, 5), (math.nan, math.nan), "unknown", "Nothing was drafted"),
+    ],
+)
+def test_sentence_says_what_both_comparisons_say(
+    tmp_path, over_baseline, over_control, acceptance, sentence
+):
+    table = table_of(tmp_path, make_rows(4), samples=50)
+    ours = (table["variant"] == "carryover") & (table["dataset"] == AVERAGE)
+    for name, bounds in (("gain", over_baseline), ("gain_over_control", over_control)):
+        for end, bound in zip(("low", "high"), bounds, strict=True):
+            table.loc[ours, f"{name}_percent_{end}"] = float(bound)
+    (found,) = verdicts(table, 0.95)
+    assert found.acceptance == acceptance
+    assert sentence in found.sentences[0]
 
 
 def test_gain_is_only_claimed_where_it_holds_over_the_control_too(tmp_path):
@@ -379,6 +459,13 @@ def test_ragged_rows_name_the_file(tmp_path, change, message):
     assert message in caught.value.reason
     assert str(path) in caught.value.reason
     assert caught.value.fix
+
+
+def test_line_that_is_no_object_is_named(tmp_path):
+    path = write_rows(tmp_path / "bench.jsonl", make_rows(1))
+    path.write_text(path.read_text() + "\n[1]\n")
+    with pytest.raises(CarryoverError, match=r"bench\.jsonl, line 10: not a JSON object"):
+        read(path)
 
 
 def test_half_written_line_names_its_line(tmp_path):
@@ -475,6 +562,12 @@ def test_metrics_of_a_resumed_run_count_once(tmp_path):
     assert curve.held_out.empty
 
 
+def test_record_without_a_step_is_named(tmp_path):
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 10, "loss": 3.0}, {"loss": 2.0}])
+    with pytest.raises(CarryoverError, match=r"metrics\.jsonl, line 2: not a record with a step"):
+        read_curve(tmp_path, TARGET, DRAFTER, "baseline")
+
+
 def test_training_figure_draws_what_was_logged(tmp_path):
     config = make_config(tmp_path)
     write_results(config, make_rows(1))
@@ -490,13 +583,69 @@ def test_training_figure_draws_what_was_logged(tmp_path):
 
 
 def test_stage_times_sum_repeats_and_admit_missing_memory(tmp_path):
-    folder = tmp_path / "benchmarks" / "features"
-    folder.mkdir(parents=True)
-    (folder / "a.tsv").write_text("s\tmax_rss\n2.5\t100\n1.5\t300\n")
-    (folder / "b.tsv").write_text("s\tmax_rss\n0.2\t-\n")
-    first, second = read_stage_times(tmp_path)
-    assert (first.name, first.seconds, first.memory_mib) == ("features/a", 4.0, 300)
-    assert second.memory_mib is None
+    config = make_config(tmp_path)
+    write_timing(config, f"features/{TARGET}", "s\tmax_rss\n2.5\t100\n1.5\t300\n")
+    write_timing(config, "prompts/evaluation", "s\tmax_rss\n0.2\t-\n")
+    first, second = read_stage_times(config, [])
+    assert (first.name, first.seconds, first.memory_mib) == ("prompts/evaluation", 0.2, None)
+    assert (second.name, second.seconds, second.memory_mib) == (f"features/{TARGET}", 4.0, 300)
+    assert second.stage_seconds is None
+
+
+def test_stage_alone_is_timed_by_its_manifests(tmp_path):
+    config = make_config(tmp_path)
+    for dataset, seconds in zip(DATASETS, (20, 50), strict=True):
+        path = Paths(config).evaluation(dataset)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}\n")
+        subset = config.stage("evaluation_prompts")
+        now = datetime.now(UTC)
+        write_manifest(path, stage="prompts", config=subset, started=now, seed=0)
+        manifest = json.loads((recorded := manifest_path(path)).read_text())
+        ended = (now + timedelta(seconds=seconds)).isoformat(timespec="seconds")
+        manifest["provenance"]["ended"] = ended
+        recorded.write_text(json.dumps(manifest))
+    write_timing(config, "prompts/evaluation", "s\tmax_rss\n9.0\t-\n")
+    provenance, _ = read_provenance(config)
+    (found,) = read_stage_times(config, provenance)
+    assert found.seconds == 9.0
+    assert found.stage_seconds == pytest.approx(50, abs=2)
+    assert found.longer == found.stage_seconds
+
+
+def test_jobs_have_the_names_of_the_workflows_benchmark_files(tmp_path):
+    names = [job.name for job in jobs(make_config(tmp_path))]
+    assert len(set(names)) == len(names)
+    declared = []
+    for path in (REPOSITORY / "workflow" / "rules").glob("*.smk"):
+        declared += re.findall(r'"\{results\}/benchmarks/(\S+)\.tsv"', path.read_text())
+    assert len(declared) == 10 and "report" in declared
+    patterns = {name: re.sub(r"\\\{\\\{\w+\\\}\\\}", "[^/]+", re.escape(name)) for name in declared}
+    hits = {name: {job for job in names if re.fullmatch(patterns[name], job)} for name in declared}
+    assert hits.pop("report") == set()  # its own time is not known before it ends
+    assert all(hits.values()), hits
+    assert set().union(*hits.values()) == set(names)
+
+
+def test_other_runs_in_the_same_folder_are_left_out(tmp_path):
+    config = make_config(tmp_path)
+    path = write_results(config, make_rows(2))
+    root = Path(config.results_dir)
+    alien = root / "test" / "targets" / "Alien"
+    alien.mkdir(parents=True)
+    write_manifest(alien, stage="target", config={}, started=datetime.now(UTC), seed=1)
+    # The same target, but as another config made it.
+    foreign = Paths(config).target(TARGET)
+    foreign.mkdir(parents=True)
+    write_manifest(foreign, stage="target", config={"x": 1}, started=datetime.now(UTC), seed=1)
+    write_timing(config, "train/Alien/baseline", "s\tmax_rss\n2.5\t100\n")
+    provenance, missing = read_provenance(config)
+    assert [entry.output for entry in provenance] == [path.relative_to(root).as_posix()]
+    assert f"targets/{TARGET}" in missing and "prompts/train.jsonl" in missing
+    run(config)
+    page = Paths(config).report().read_text()
+    assert "Alien" not in page
+    assert f"<code>targets/{TARGET}</code>" in page
 
 
 @pytest.mark.parametrize(
@@ -525,6 +674,7 @@ def test_run_writes_everything(tmp_path):
     assert widths == {8}
     tables = paths.speedup_csv().parent
     manifest = read_manifest(tables, stage="report", config=config.stage("report"), verify=True)
+    assert paths.comparison_csv().is_file()
     assert set(manifest["files"]) == {"speedup.csv", "speedup.md", "paper_comparison.csv"}
 
     first = paths.speedup_csv().read_bytes(), paths.figure("speedup.svg").read_bytes()
@@ -543,16 +693,18 @@ def test_page_is_self_contained_and_tells_what_is_missing(tmp_path):
     gone = Paths(config).training(TARGET, DRAFTER, "carryover")
     assert gone.name in page
     assert Paths(config).training(TARGET, DRAFTER, "control").name not in page
-    assert "train/baseline" in page and "3 min 05 s" in page
+    assert f"train/{TARGET}/{DRAFTER}/baseline" in page and "3 min 05 s" in page
     assert "bootstrap_samples: 200" in page
     assert f"benchmark/{TARGET}/{DRAFTER}/temperature-0.jsonl" in page  # in the provenance
 
 
 def test_damaged_manifest_is_named(tmp_path):
-    (tmp_path / "responses").mkdir()
-    (tmp_path / "responses" / "manifest.json").write_text('{"stage": "responses"')
-    with pytest.raises(CarryoverError, match=r"responses/manifest\.json is damaged"):
-        read_provenance(tmp_path)
+    config = make_config(tmp_path)
+    folder = Paths(config).responses(TARGET)
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text('{"stage": "responses"')
+    with pytest.raises(CarryoverError, match=rf"responses/{TARGET}/manifest\.json is damaged"):
+        read_provenance(config)
 
 
 def test_figure_has_a_panel_for_every_case(tmp_path):

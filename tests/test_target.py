@@ -51,9 +51,12 @@ def test_a_second_run_replaces_the_folder(place: Path) -> None:
     target.run(config, target="tiny")
     folder = Paths(config).target("tiny")
     (folder / "stale.safetensors").write_bytes(b"old")
+    # What a killed run leaves: of this target, and of one with a longer name at work.
+    (folder.parent / ".tiny.ab_12cde" / "new").mkdir(parents=True)
+    (folder.parent / ".tiny.v2.ab_12cde").mkdir()
     target.run(config, target="tiny")
     assert not (folder / "stale.safetensors").exists()
-    assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".tiny.v2.ab_12cde", "tiny"]
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,11 @@ def test_paper_scale_is_planned_on_slurm(copy: Path) -> None:
         "report": 1,
         "all": 1,
     }
+    page = (REPOSITORY / "docs" / "paper-scale.md").read_text()
+    rows = re.findall(r"^\| \**(\w+)\** \| \**(\d+)\** \|", page, re.MULTILINE)
+    written = {name: int(count) for name, count in rows}
+    assert written.pop("total") == sum(counts.values())
+    assert written == counts
 
 
 def test_a_mistake_in_the_config_is_one_readable_line(copy: Path) -> None:
@@ -137,6 +142,29 @@ def test_unwritable_results_are_one_readable_line(copy: Path) -> None:
     assert done.returncode != 0
     assert "Traceback" not in done.stdout and "  File " not in done.stdout
     assert re.search(r"^error: .*/proc/carryover.*results_dir", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("drafters: {DFlash: {initialize: 'path:released'}}", "drafters.DFlash.initialize"),
+        ("drafters: {M: {kind: markov}}", "drafters.M.kind"),
+        ("carry: {rows: draft_tokens}", "carry.rows"),
+        ("carry: {distinction: none}", "carry.distinction"),
+    ],
+)
+def test_what_cannot_be_trained_is_planned_but_refused_before_the_first_job(
+    finished: Path, change: str, key: str
+) -> None:
+    (finished / "change.yaml").write_text(f"{change}\n")
+    assert planned(finished, "--configfile", "change.yaml")
+    done = run(["snakemake", "--cores", "1", "--configfile", "change.yaml"], finished)
+    assert done.returncode != 0
+    assert re.search(rf"^error: {key}: .* is planned.* Set {key} to ", done.stdout, re.MULTILINE)
+    assert "Traceback" not in done.stdout and "  File " not in done.stdout
+    # Nothing ran, and the folder is not left locked.
+    assert "localrule" not in done.stdout and "rule train" not in done.stdout
+    assert planned(finished) == {}
 
 
 def test_linters_are_clean() -> None:
@@ -174,8 +202,9 @@ def test_a_change_runs_again_what_depends_on_it(
     assert planned(finished, "--configfile", "change.yaml") == again
 
 
-def test_changed_code_runs_its_stage_again(finished: Path) -> None:
-    module = finished / "src/carryover/report/__init__.py"
+@pytest.mark.parametrize("name", ["__init__.py", "page.html.j2"])
+def test_changed_code_runs_its_stage_again(finished: Path, name: str) -> None:
+    module = finished / "src/carryover/report" / name
     before = module.read_text()
     module.write_text(before + "# a change\n")
     try:

@@ -11,6 +11,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +26,10 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 _TEMPORARY = ".tmp-"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
+# What torch.save says of a failed write, whatever made it fail.
+_TORCH_WRITER = ("inline_container.cc", "PytorchStreamWriter failed")
+_NO_ROOM = 16 * 2**20  # bytes
 _PACKAGES = (
     "carryover",
     "torch",
@@ -42,15 +48,47 @@ _PACKAGES = (
 )
 
 
-def disk_is_full(error: BaseException) -> bool:
+def disk_is_full(error: BaseException, where: Path) -> bool:
     """Whether `error` says that no space is left.
 
     Writers in other languages (safetensors, tokenizers) raise their own exceptions without an
-    errno, so the system's message is looked for as well.
+    errno, so the system's message is looked for as well. torch.save gives no reason at all; then
+    the disk that holds `where` is asked.
     """
     if isinstance(error, OSError) and error.errno in _FULL:
         return True
-    return os.strerror(errno.ENOSPC) in str(error)
+    text = str(error)
+    if any(os.strerror(code) in text for code in _FULL):
+        return True
+    return any(mark in text for mark in _TORCH_WRITER) and _free_bytes(where) < _NO_ROOM
+
+
+def _free_bytes(path: Path) -> int:
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    return shutil.disk_usage(existing).free
+
+
+def failed_write(error: BaseException, results: Path) -> CarryoverError | None:
+    """What a user is told when a stage that writes below `results` ends with `error`.
+
+    None where the cause is neither the disk nor the rights on it.
+    """
+    named = isinstance(error, OSError) and isinstance(error.filename, str)
+    path = Path(error.filename) if isinstance(error, OSError) and named else results
+    if disk_is_full(error, results):
+        return _unwritable(path, error)
+    if not isinstance(error, OSError) or not named or not _on_one_path(path, results):
+        return None
+    # Else a fault of the program: a file that is missing in its results, or a folder made twice.
+    in_the_way = error.errno == errno.EEXIST and path.is_file()
+    nowhere = error.errno == errno.ENOENT and not results.exists()
+    return _unwritable(path, error) if in_the_way or nowhere or error.errno in _REFUSED else None
+
+
+def _on_one_path(path: Path, results: Path) -> bool:
+    """Whether `path` lies below `results` or is one of the folders that hold it."""
+    path, results = Path(os.path.abspath(path)), Path(os.path.abspath(results))
+    return path.is_relative_to(results) or results.is_relative_to(path)
 
 
 @contextmanager
@@ -59,7 +97,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
     `path` is either its old self or the new file as a whole, also after a crash or power cut: the
     content reaches the disk (fsync) before the rename. When the body raises, the temporary file
-    is removed. Missing parent folders are made.
+    is removed, as are those for `path` that killed processes left. Missing parent folders are made.
 
     Raises CarryoverError when the folder cannot be written or the disk is full.
     """
@@ -70,6 +108,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        remove_leftovers(path.parent, path.name)
         temporary.open("wb").close()
     except OSError as error:
         raise _unwritable(path, error) from error
@@ -79,14 +118,34 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         temporary.replace(path)
         _sync(path.parent)
     except BaseException as error:
+        full = disk_is_full(error, path)  # asked before room is made
         temporary.unlink(missing_ok=True)
-        if disk_is_full(error):
+        if full:
             raise _unwritable(path, error) from error
         raise
 
 
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Removes the temporary files for `name` (None: all) that killed processes left in `folder`."""
+    pattern = re.compile(rf"{re.escape(_TEMPORARY)}(\d+)-(.+)")
+    for path in folder.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match and name in (None, match[2]) and not _alive(int(match[1])):
+            path.unlink(missing_ok=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def _unwritable(path: Path, error: BaseException) -> CarryoverError:
-    if disk_is_full(error):
+    if disk_is_full(error, path):
         return CarryoverError(
             f"no space left on the disk while writing {path}",
             "Free some space (or set results_dir to another disk) and run the same command again; "
@@ -94,7 +153,7 @@ def _unwritable(path: Path, error: BaseException) -> CarryoverError:
         )
     reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
     if isinstance(error, FileExistsError):
-        reason = f"{path.parent} is a file, not a folder"
+        reason = f"{error.filename} is a file, not a folder"
     return CarryoverError(
         f"cannot write {path}: {reason}",
         "Make the folder writable, or set results_dir in the config to one that is.",

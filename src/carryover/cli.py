@@ -13,9 +13,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from carryover.artifacts import disk_is_full
+from carryover.artifacts import failed_write
 from carryover.config import TRAINED_VARIANTS, Config, load_config
+from carryover.config.stages import pick
 from carryover.errors import CarryoverError
 
 DEFAULT_CONFIG = "config/config.yaml"
@@ -130,22 +132,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if package in ("", "carryover"):
             raise
         return _fail(f"the Python package {package} is not installed. Run `make setup`.")
-    except Exception as error:
-        if not disk_is_full(error):
-            raise
-        return _fail(
-            "no space left on the disk. Free some space (or set results_dir to another disk) and "
-            "run the same command again; finished files are kept."
-        )
     return 0
 
 
 def _print(text: str) -> None:
     try:
         print(text, end="", flush=True)
-    except BrokenPipeError:
-        # The reader (`| head`) has enough; without this, Python complains when it closes stdout.
+    except OSError as error:
+        # Without this, Python complains once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # there, the reader (`| head`) has enough
+            raise CarryoverError(f"cannot print: {error.strerror}") from error
 
 
 def _fail(message: str) -> int:
@@ -157,7 +154,16 @@ def _fail(message: str) -> int:
 def _run_stage(stage: Stage, options: argparse.Namespace) -> None:
     config = load_config(options.config or DEFAULT_CONFIG, options.set)
     chosen = _choose(config, stage, options)
-    importlib.import_module(stage.module).run(config, **chosen)
+    # The bars of Transformers and others would fill the logs. Ours asks for itself, and so do
+    # those of hub downloads. tqdm reads this when it is imported.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    try:
+        importlib.import_module(stage.module).run(config, **chosen)
+    except Exception as error:
+        known = failed_write(error, Path(config.results_dir))
+        if known is None:
+            raise
+        raise known from error
 
 
 def _choose(config: Config, stage: Stage, options: argparse.Namespace) -> dict[str, object]:
@@ -177,13 +183,12 @@ def _choose(config: Config, stage: Stage, options: argparse.Namespace) -> dict[s
 
 
 def _named(entries: Mapping[str, object], what: str, given: str | None) -> str:
-    names = ", ".join(entries)
     if given is None:
         if len(entries) > 1:
+            names = ", ".join(entries)
             raise CarryoverError(f"--{what} is missing", f"The config has {names}; choose one.")
         return next(iter(entries))
-    if given not in entries:
-        raise CarryoverError(f"--{what} {given} is not in the config", f"It has {names}.")
+    pick(entries, what, given)
     return given
 
 

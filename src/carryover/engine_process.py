@@ -12,11 +12,13 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,6 +30,25 @@ Message = dict[str, Any]
 _DRIVER_PID = "CARRYOVER_DRIVER_PID"
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 20
+# vLLM's words for a cache that does not hold the longest text.
+_SMALL_CACHE = re.compile(r"KV cache is needed|available KV cache memory")
+_NO_MEMORY = re.compile(r"memory|KV cache|bad_alloc|killed by SIGKILL", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """What the user of a stage can do when its engines fail, a sentence each."""
+
+    no_memory: str
+    small_cache: str
+
+    def of(self, failure: str) -> str:
+        """The remedy of a failure, by its message; empty where none is known."""
+        if "ModuleNotFoundError" in failure:
+            return "Run `make setup`."
+        if _SMALL_CACHE.search(failure):
+            return self.small_cache
+        return self.no_memory if _NO_MEMORY.search(failure) else ""
 
 
 class EngineProcess:
@@ -36,8 +57,16 @@ class EngineProcess:
     `label` names the engine in messages; everything the worker prints goes to `log`.
     """
 
-    def __init__(self, module: str, environment: dict[str, str], log: Path, label: str) -> None:
+    def __init__(
+        self,
+        module: str,
+        environment: dict[str, str],
+        log: Path,
+        label: str,
+        remedies: Remedies,
+    ) -> None:
         self.label = label
+        self._remedies = remedies
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as sink:
@@ -69,9 +98,7 @@ class EngineProcess:
             raise self._death()
         message = json.loads(line)
         if "error" in message:
-            raise CarryoverError(
-                f"the {self.label} engine failed: {message['error']}", f"See {self.log}."
-            )
+            raise self._failure(f"failed: {message['error']}")
         return message
 
     def close(self) -> None:
@@ -107,13 +134,13 @@ class EngineProcess:
         self._process.kill()
         code = self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        hint = "often a lack of memory; lower the KV cache or stop other programs. " * (
-            code == -signal.SIGKILL
-        )
         cause = _last_error_line(self.log)
+        return self._failure(f"{how}: {cause}" if cause else how)
+
+    def _failure(self, what: str) -> CarryoverError:
+        remedy = self._remedies.of(what)
         return CarryoverError(
-            f"the {self.label} engine {how}" + (f": {cause}" if cause else ""),
-            f"{hint}See {self.log}.".capitalize() if hint else f"See {self.log}.",
+            f"the {self.label} engine {what}", f"{remedy} See {self.log}.".strip()
         )
 
 

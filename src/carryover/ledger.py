@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from carryover.artifacts import file_sha256, write_json
+from carryover.artifacts import file_sha256, remove_leftovers, write_json
+
+LEDGER = "shards.json"
 
 
 class Ledger:
@@ -14,17 +16,19 @@ class Ledger:
 
     `key` is a hash of everything that decides the content. On opening, a shard counts as finished
     only if it was recorded under the same key and its content is unchanged; every other file that
-    matches `pattern` (half-written, or of another config) is removed.
+    matches `pattern` (damaged, or of another key) is removed, as is what a killed run left half
+    written.
     """
 
     def __init__(self, folder: Path, key: str, pattern: str) -> None:
         self._folder = folder
-        self._path = folder / "shards.json"
+        self._path = folder / LEDGER
         self._key = key
         folder.mkdir(parents=True, exist_ok=True)
         self._shards = {
             name: facts for name, facts in self._recorded().items() if self._unchanged(name, facts)
         }
+        remove_leftovers(folder)
         for path in folder.glob(pattern):
             if path.name not in self._shards:
                 path.unlink()

@@ -59,6 +59,10 @@ class Paths:
     def speedup_md(self) -> Path:
         return self.root / "tables" / "speedup.md"
 
+    def comparison_csv(self) -> Path:
+        """Our numbers beside the paper's."""
+        return self.root / "tables" / "paper_comparison.csv"
+
     def figure(self, name: str) -> Path:
         """`name` with its suffix, e.g. `acceptance_length.svg`."""
         return self.root / "figures" / name

@@ -27,7 +27,7 @@ class Progress:
     """
 
     def __init__(self, total: int, unit: str, desc: str, done: int = 0) -> None:
-        self.total, self.unit, self.desc = total, unit, desc
+        self._total, self.unit, self.desc = total, unit, desc
         self._initial = self._done = done
         self._written: int | None = None
         self._bar: tqdm | None = None
@@ -38,13 +38,25 @@ class Progress:
         self._start = self._last_line = time.monotonic()
         if sys.stderr.isatty():
             self._bar = tqdm(
-                total=self.total,
+                total=self._total,
                 unit=f" {self.unit}",
                 desc=self.desc,
                 initial=self._initial,
                 dynamic_ncols=True,
+                disable=False,  # whatever TQDM_DISABLE says (see cli.py)
             )
         return self
+
+    @property
+    def total(self) -> int:
+        """How many units there are; may be set when it turns out that there are fewer or more."""
+        return self._total
+
+    @total.setter
+    def total(self, total: int) -> None:
+        self._total = total
+        if self._bar is not None:
+            self._bar.total = total  # shown with the next update
 
     def update(self, n: int = 1, **postfix: Any) -> None:
         """Counts `n` more units; `postfix` (loss=..., tau=...) is shown beside them."""

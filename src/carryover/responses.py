@@ -25,16 +25,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from carryover.artifacts import (
-    atomic_path,
-    config_hash,
-    file_sha256,
-    read_manifest,
-    write_manifest,
-)
+from carryover.artifacts import atomic_path, read_manifest, write_manifest
 from carryover.config import Config
-from carryover.engine_process import EngineProcess, Message
+from carryover.engine_process import EngineProcess, Message, Remedies
 from carryover.errors import CarryoverError
+from carryover.identity import result_key, stage_code
 from carryover.jsonl import read_rows
 from carryover.ledger import Ledger
 from carryover.paths import Paths
@@ -45,6 +40,10 @@ from carryover.serving_env import vllm_environment
 from carryover.target import DTYPES, load_tokenizer
 
 _KV_BLOCK = 128  # tokens a KV-cache block, vLLM's CPU default
+_REMEDIES = Remedies(
+    no_memory="If memory is short, lower responses.max_num_seqs or stop other programs.",
+    small_cache="Lower responses.max_model_len.",
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def run(config: Config, *, target: str) -> None:
     folder = paths.responses(target)
     inputs = {"target": model, "prompts": paths.train_prompts()}
     (folder / "manifest.json").unlink(missing_ok=True)
-    shards = _Shards(folder, questions, key=_result_key(subset, inputs))
+    shards = _Shards(folder, questions, key=result_key(subset, inputs, stage_code("responses")))
     missing = [question for question in questions if question.shard not in shards]
     if missing:
         budget = sum(question.max_tokens for question in missing)
@@ -136,15 +135,6 @@ def _questions(config: Config, target: str) -> tuple[list[Question], int]:
             "Raise responses.max_model_len.",
         )
     return questions, len(rows) - len(questions)
-
-
-def _result_key(subset: dict[str, Any], inputs: dict[str, Path]) -> str:
-    """Hash everything that decides the answers; shards of another key are not kept."""
-    hashes = {
-        name: file_sha256(path / "manifest.json" if path.is_dir() else path)
-        for name, path in inputs.items()
-    }
-    return config_hash({"config": subset, "inputs": hashes})
 
 
 class _Shards:
@@ -220,7 +210,9 @@ def _answers(
         for threads in _threads(batches=-(-len(questions) // settings.max_num_seqs)):
             log = Paths(config).responses(target).parent / f"{target}.engine-{running}.log"
             engine = stack.enter_context(
-                EngineProcess("carryover.generation", vllm_environment(threads), log, "responses")
+                EngineProcess(
+                    "carryover.generation", vllm_environment(threads), log, "responses", _REMEDIES
+                )
             )
             engine.send(_setup(config, target, questions))
             threading.Thread(target=_forward, args=(engine, incoming), daemon=True).start()

@@ -14,8 +14,10 @@ import yaml
 from safetensors.torch import load_file
 
 from carryover import features, target
+from carryover.artifacts import read_manifest
 from carryover.config import Config, load_config
 from carryover.paths import Paths
+from carryover.training import result
 from tests.test_features import put_responses
 from tests.tiny_target import tiny_config, write_tiny_target
 
@@ -98,6 +100,10 @@ def test_all_variants_train_and_export(recorded: Path) -> None:
     assert tensors["carry_embedding"].abs().sum() > 0
     assert json.loads((folders["carryover"] / "config.json").read_text())["carryover"]["enabled"]
     assert torch.equal(tensors["d2t"], load_file(folders["control"] / "model.safetensors")["d2t"])
+    # Another code, target, features or baseline would not go on from here.
+    newest = max(Paths(config).training("tiny", "DFlash", "carryover").glob("step-*"))
+    made_with = result.checkpoint_config(config, "tiny", "DFlash", "carryover")
+    read_manifest(newest, stage="train", config=made_with)
 
 
 def test_a_killed_run_resumes_with_the_same_curve(recorded: Path) -> None:

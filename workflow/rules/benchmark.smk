@@ -24,7 +24,7 @@ rule benchmark:
     params:
         settings=SETTINGS,
         config=stage("benchmark", "target", "drafter"),
-        code=source_hash("benchmark", "serving", "prompts/render.py"),
+        code=stage_code("benchmark"),
     shell:
         "python workflow/scripts/stage.py {log:q} benchmark --config {params.settings:q}"
         " --target {wildcards.target} --drafter {wildcards.drafter}"

@@ -1,6 +1,5 @@
 # Shared by the rule files - the checked config, the paths, the helper functions.
 
-import hashlib
 import os
 import sys
 from pathlib import Path
@@ -19,7 +18,9 @@ os.environ.update(
 from carryover.artifacts import write_json
 from carryover.config import config_from_dict
 from carryover.errors import CarryoverError
+from carryover.identity import stage_code
 from carryover.paths import Paths
+from carryover.training.planned import refuse_planned
 
 
 def checked(raw):
@@ -49,8 +50,9 @@ wildcard_constraints:
 
 
 def write_settings():
-    """Write the config that the stages read."""
+    """Write the config that the stages read; refuse one that this version cannot train."""
     try:
+        refuse_planned(settings)
         write_json(SETTINGS, settings.model_dump(mode="json"))
     except CarryoverError as error:
         sys.exit(f"error: {error}")
@@ -71,17 +73,6 @@ def stage(name, *wildcards):
     `wildcards` name the wildcards that the part depends on: target, drafter, variant.
     """
     return lambda given: settings.stage(name, **{key: given[key] for key in wildcards})
-
-
-def source_hash(*names):
-    """Hash of source files (or folders of them) of the package, for params: new code runs anew."""
-    digest = hashlib.sha256()
-    for name in names:
-        path = SOURCES / "carryover" / name
-        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-        for file in files:
-            digest.update(f"{file.relative_to(SOURCES)}\0".encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def several_nodes():

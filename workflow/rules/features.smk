@@ -20,7 +20,7 @@ rule features:
     params:
         settings=SETTINGS,
         config=stage("features", "target"),
-        code=source_hash("features"),
+        code=stage_code("features"),
     shell:
         "python workflow/scripts/stage.py {log:q} features --config {params.settings:q}"
         " --target {wildcards.target}"

@@ -16,7 +16,7 @@ rule train_prompts:
     params:
         settings=SETTINGS,
         config=stage("train_prompts"),
-        code=source_hash("prompts"),
+        code=stage_code("prompts"),
     shell:
         "python workflow/scripts/stage.py {log:q} prompts --only train --config {params.settings:q}"
 
@@ -36,7 +36,7 @@ rule evaluation_prompts:
     params:
         settings=SETTINGS,
         config=stage("evaluation_prompts"),
-        code=source_hash("prompts"),
+        code=stage_code("prompts"),
     shell:
         "python workflow/scripts/stage.py {log:q} prompts --only evaluation"
         " --config {params.settings:q}"

@@ -1,4 +1,4 @@
-# The table, the figure and the page.
+# The table, the figures and the page.
 
 
 rule report:
@@ -12,8 +12,13 @@ rule report:
     output:
         csv=paths.speedup_csv(),
         markdown=paths.speedup_md(),
-        png=paths.figure("acceptance_length.png"),
-        svg=paths.figure("acceptance_length.svg"),
+        comparison=paths.comparison_csv(),
+        manifest=manifest(paths.speedup_csv().parent),
+        figures=[
+            paths.figure(f"{name}.{kind}")
+            for name in ("acceptance_length", "speedup", "training_loss")
+            for kind in ("png", "svg")
+        ],
         page=paths.report(),
     log:
         f"{results}/logs/report.log",
@@ -27,6 +32,6 @@ rule report:
     params:
         settings=SETTINGS,
         config=stage("report"),
-        code=source_hash("report"),
+        code=stage_code("report"),
     shell:
         "python workflow/scripts/stage.py {log:q} report --config {params.settings:q}"

@@ -20,7 +20,7 @@ rule responses:
     params:
         settings=SETTINGS,
         config=stage("responses", "target"),
-        code=source_hash("responses.py", "generation.py", "prompts/render.py"),
+        code=stage_code("responses"),
     shell:
         "python workflow/scripts/stage.py {log:q} responses --config {params.settings:q}"
         " --target {wildcards.target}"

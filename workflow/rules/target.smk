@@ -16,7 +16,7 @@ rule target:
     params:
         settings=SETTINGS,
         config=stage("target", "target"),
-        code=source_hash("target"),
+        code=stage_code("target"),
     shell:
         "python workflow/scripts/stage.py {log:q} target --config {params.settings:q}"
         " --target {wildcards.target}"

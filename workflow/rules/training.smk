@@ -24,7 +24,7 @@ rule train_baseline:
         config=lambda given: settings.stage(
             "train", given.target, given.drafter, "baseline"
         ),
-        code=source_hash("drafter", "training"),
+        code=stage_code("train"),
     shell:
         "python workflow/scripts/stage.py {log:q} train --config {params.settings:q}"
         " --target {wildcards.target} --drafter {wildcards.drafter} --variant baseline"
@@ -54,7 +54,7 @@ rule train_further:
     params:
         settings=SETTINGS,
         config=stage("train", "target", "drafter", "variant"),
-        code=source_hash("drafter", "training"),
+        code=stage_code("train"),
     shell:
         "python workflow/scripts/stage.py {log:q} train --config {params.settings:q}"
         " --target {wildcards.target} --drafter {wildcards.drafter} --variant {wildcards.variant}"
@@ -79,7 +79,7 @@ rule export:
     params:
         settings=SETTINGS,
         config=stage("export", "target", "drafter", "variant"),
-        code=source_hash("drafter"),
+        code=stage_code("export"),
     shell:
         "python workflow/scripts/stage.py {log:q} export --config {params.settings:q}"
         " --target {wildcards.target} --drafter {wildcards.drafter} --variant {wildcards.variant}"

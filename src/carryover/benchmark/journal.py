@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,18 @@ Row = dict[str, Any]
 class Journal:
     """An append-only jsonl file beside `output`, named after `key`.
 
-    `key` is a hash of everything that decides the rows: another config has another journal. Each
+    `key` is a hash of everything that decides the rows: journals of other keys are removed. Each
     `append` is on the disk when it returns; a last line that a crash cut short is dropped.
     """
 
     def __init__(self, output: Path, key: str) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         self._path = output.with_name(f".{output.stem}.{key}.journal")
+        # A key has no dot: the journal of temperature-0.7 is none of temperature-0's.
+        journals = re.compile(rf"\.{re.escape(output.stem)}\.[^.]+\.journal")
+        for path in output.parent.iterdir():
+            if path != self._path and journals.fullmatch(path.name):
+                path.unlink()
         self.rows: list[Row] = []
         if self._path.is_file():
             whole = self._path.read_bytes()

@@ -16,19 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from carryover.artifacts import (
-    MANIFEST,
     atomic_path,
-    config_hash,
-    file_sha256,
     manifest_path,
     read_manifest,
     write_manifest,
 )
 from carryover.benchmark.engine import engine_arguments
 from carryover.benchmark.journal import Journal, Row
-from carryover.config import TRAINED_VARIANTS, Config
-from carryover.engine_process import EngineProcess, Message
+from carryover.config import TRAINED_VARIANTS, VARIANTS, Config
+from carryover.engine_process import EngineProcess, Message, Remedies
 from carryover.errors import CarryoverError
+from carryover.identity import result_key, stage_code
 from carryover.jsonl import read_rows
 from carryover.paths import Paths
 from carryover.progress import Progress
@@ -37,7 +35,11 @@ from carryover.seeds import derive_seed
 from carryover.serving_env import vllm_environment
 from carryover.target import load_tokenizer
 
-VARIANTS = ("autoregressive", *TRAINED_VARIANTS)
+REMEDIES = Remedies(
+    no_memory="If memory is short, lower benchmark.kv_cache_gib, set benchmark.interleave: false "
+    "(one engine at a time) or stop other programs.",
+    small_cache="Raise benchmark.kv_cache_gib, or lower benchmark.max_model_len.",
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def run(config: Config, *, target: str, drafter: str, temperature: float) -> Non
     tasks = _tasks(config, target, temperature)
 
     output = paths.benchmark(target, drafter, temperature)
-    journal = Journal(output, _result_key(subset, temperature, inputs))
+    decides = {**subset, "temperature": temperature}
+    journal = Journal(output, result_key(decides, inputs, stage_code("benchmark")))
     groups = _groups(tasks, interleave=config.benchmark.interleave)
     done = {(row["variant"], row["dataset"], row["prompt_id"]) for row in journal.rows}
     missing = [group for group in groups if any(cell.key not in done for cell in group)]
@@ -184,6 +187,7 @@ class _Engines:
                 vllm_environment(),
                 self._output.with_name(f"{self._output.stem}.{variant}.log"),
                 variant,
+                REMEDIES,
             )
         )
         arguments = engine_arguments(self._config, self._target, self._drafter, folder)
@@ -260,14 +264,6 @@ def _inputs(config: Config, target: str, drafter: str) -> dict[str, Path]:
         read_manifest(folder, stage="export", config=expected)
         inputs[variant] = folder
     return inputs
-
-
-def _result_key(subset: dict[str, Any], temperature: float, inputs: dict[str, Path]) -> str:
-    hashes = {
-        name: file_sha256(path / MANIFEST if path.is_dir() else path)
-        for name, path in inputs.items()
-    }
-    return config_hash({"config": subset, "temperature": temperature, "inputs": hashes})
 
 
 def _write(output: Path, rows: Sequence[Row], groups: Sequence[Sequence[Cell]]) -> None:

@@ -230,12 +230,12 @@ class Features(Section):
 
 
 class Baseline(Section):
-    steps: Count = Field(default=1500, description="Optimizer steps.")
+    steps: Count = Field(default=1200, description="Optimizer steps.")
     learning_rate: Positive = Field(default=2.0e-3, description="Peak learning rate.")
 
 
 class Further(Section):
-    steps: Count = Field(default=200, description="Optimizer steps on top of the baseline.")
+    steps: Count = Field(default=100, description="Optimizer steps on top of the baseline.")
     learning_rate: Positive = Field(default=5.0e-4, description="Peak learning rate.")
 
 
@@ -251,9 +251,9 @@ class Training(Section):
     max_length: Annotated[int, Field(ge=2)] = Field(
         default=384, description="Tokens of prompt and response; longer ones are cut."
     )
-    anchors: Count = Field(default=64, description="Anchors a response.")
+    anchors: Count = Field(default=48, description="Anchors a response.")
     responses_per_step: Count = Field(
-        default=8, description="Responses an optimizer step, over all ranks."
+        default=4, description="Responses an optimizer step, over all ranks."
     )
     micro_batch: Count = Field(default=4, description="Responses a forward pass and rank.")
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(
@@ -266,7 +266,7 @@ class Training(Section):
     )
     held_out: CountOrZero = Field(default=64, description="Responses kept for validation.")
     log_every: Count = Field(default=10, description="Steps between two rows of metrics.")
-    evaluate_every: Count = Field(default=200, description="Steps between two validations.")
+    evaluate_every: Count = Field(default=100, description="Steps between two validations.")
     checkpoint_every: Count = Field(default=100, description="Steps between two checkpoints.")
     keep_checkpoints: Count = Field(default=2, description="Checkpoints kept; older ones go.")
     baseline: Baseline = Field(
@@ -328,7 +328,7 @@ class Benchmark(Section):
         default=True,
         description="true: no torch.compile (a start costs 20 s instead of 80 s).",
     )
-    kv_cache_gib: Positive = Field(default=0.5, description="KV cache of each engine, in GiB.")
+    kv_cache_gib: Positive = Field(default=0.1, description="KV cache of each engine, in GiB.")
     interleave: bool = Field(
         default=True,
         description="All variants' engines alive, prompts in turn: drift cancels in ratios.",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 Entry = TypeVar("Entry")
 
 TRAINED_VARIANTS = ("baseline", "control", "carryover")
+VARIANTS = ("autoregressive", *TRAINED_VARIANTS)
 
 # Left out: how much is decoded, kept or logged at a time changes no result, so a run that went out
 # of memory continues with smaller numbers. What lays out checkpoints (nodes, ranks, ZeRO) and the

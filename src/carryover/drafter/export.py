@@ -1,6 +1,5 @@
 """Stage `export`: a trained drafter as the folder that vLLM loads."""
 
-import json
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,24 +12,19 @@ from carryover.drafter.checkpoint import load_into, load_tensors, observed_ids, 
 from carryover.drafter.model import Drafter
 from carryover.errors import CarryoverError
 from carryover.paths import Paths
+from carryover.training.result import trained_folder
 
 
 def run(config: Config, *, target: str, drafter: str, variant: str) -> None:
     """Write `Paths.drafter(...)` from the last training checkpoint, and check it by loading it.
 
     The check is a round trip through our own loader, bit for bit; the benchmark's engines load the
-    same folder. Raises CarryoverError where training has not ended or a file is damaged.
+    same folder. Raises CarryoverError where the training of this config has not ended or a file is
+    damaged.
     """
     started = datetime.now(UTC)
-    paths = Paths(config)
-    trained = paths.trained(target, drafter, variant)
-    if not trained.exists():
-        raise CarryoverError(
-            f"{trained} is missing: {variant} is not trained yet",
-            f"Run `carryover train --variant {variant}` first.",
-        )
-    source = Path(json.loads(trained.read_text())["checkpoint"])
-    folder = paths.drafter(target, drafter, variant)
+    source = trained_folder(config, target, drafter, variant)
+    folder = Paths(config).drafter(target, drafter, variant)
     module, tensors = _read(source)
     shutil.rmtree(folder, ignore_errors=True)
     save_drafter(folder, module, observed_ids(tensors), tensors.get("lm_head.weight"))

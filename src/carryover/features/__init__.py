@@ -7,14 +7,7 @@ from typing import Any
 
 import torch
 
-from carryover.artifacts import (
-    MANIFEST,
-    atomic_path,
-    config_hash,
-    file_sha256,
-    read_manifest,
-    write_manifest,
-)
+from carryover.artifacts import MANIFEST, atomic_path, read_manifest, write_manifest
 from carryover.config import Config
 from carryover.features.extract import FeatureExtractor, batches
 from carryover.features.store import (
@@ -25,6 +18,7 @@ from carryover.features.store import (
     write_index,
     write_shard,
 )
+from carryover.identity import result_key, stage_code
 from carryover.ledger import Ledger
 from carryover.paths import Paths
 from carryover.progress import Progress
@@ -59,7 +53,8 @@ def run(config: Config, *, target: str) -> None:
         thinking=settings.thinking,
     )
     folder = paths.features(target)
-    key = config_hash({"config": subset, "responses": file_sha256(responses_folder / MANIFEST)})
+    inputs = {"responses": responses_folder, "target": paths.target(target)}
+    key = result_key(subset, inputs, stage_code("features"))
     (folder / MANIFEST).unlink(missing_ok=True)
     ledger = Ledger(folder, key, "shard-*.arrow")
     missing = [number for number in range(len(shards)) if shard_name(number) not in ledger]
@@ -93,7 +88,7 @@ def run(config: Config, *, target: str) -> None:
         config=subset,
         started=started,
         seed=config.seed,
-        inputs={"responses": responses_folder, "target": paths.target(target)},
+        inputs=inputs,
         extra={
             "key": key,
             "width": width,

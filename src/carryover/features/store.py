@@ -113,7 +113,6 @@ class FeatureStore:
         self._shard = index["shard"].to_numpy()
         self._position = index["position"].to_numpy()
         self.tokens = index["tokens"].to_numpy()
-        self.prompt_lengths = index["prompt_length"].to_numpy()
         self._open: dict[int, pa.ipc.RecordBatchFileReader] = {}
 
     def __len__(self) -> int:
@@ -136,10 +135,6 @@ class FeatureStore:
             .view(torch.bfloat16)
             .view(len(tokens), self.width),
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Mappings stay behind; a data loader's worker opens its own."""
-        return {**self.__dict__, "_open": {}}
 
     def _reader(self, shard: int) -> pa.ipc.RecordBatchFileReader:
         if shard not in self._open:

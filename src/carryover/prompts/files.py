@@ -1,9 +1,9 @@
 """Evaluation prompts out of a jsonl file: one object a line with `prompt`, perhaps `subset`."""
 
-import json
 from pathlib import Path
 
 from carryover.errors import CarryoverError
+from carryover.jsonl import numbered_rows
 from carryover.prompts.prompt import Prompt, stable_id
 
 # Our kinds under the file names of the Red Hat speculator benchmark (paper, Table 5).
@@ -41,27 +41,12 @@ def read_subset(path: Path, dataset: str, count: int) -> list[Prompt]:
 
 
 def _rows(path: Path, dataset: str, *, needs_subset: bool) -> list[tuple[str, Prompt]]:
-    try:
-        # Not splitlines(): a raw U+2028 inside a prompt ends no line.
-        lines = path.read_text("utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CarryoverError(
-            f"prompts.evaluation.source: cannot read {path} ({type(error).__name__})",
-            "Give the path of a UTF-8 jsonl file, as path:FILE",
-        ) from error
+    fix = "Let prompts.evaluation.source name a UTF-8 file of one JSON object a line, as path:FILE"
     keys = ("subset", "prompt") if needs_subset else ("prompt",)
     rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise CarryoverError(
-                f"{path}, line {number}: not JSON ({error.msg})", "Write one JSON object a line"
-            ) from error
+    for number, row in numbered_rows(path, fix):
         for key in keys:
-            if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key]:
+            if not isinstance(row.get(key), str) or not row[key]:
                 raise CarryoverError(
                     f"{path}, line {number}: no text under the key '{key}'",
                     f"Give every line {' and '.join(keys)}",
@@ -69,5 +54,5 @@ def _rows(path: Path, dataset: str, *, needs_subset: bool) -> list[tuple[str, Pr
         text = row["prompt"]
         rows.append((row.get("subset", ""), Prompt(stable_id(dataset, text), dataset, text)))
     if not rows:
-        raise CarryoverError(f"{path}: the file is empty", "Write one JSON object a line")
+        raise CarryoverError(f"{path}: the file is empty", fix)
     return rows

@@ -25,7 +25,10 @@ def run(config: Config, *, only: str | None = None) -> None:
     """
     paths = Paths(config)
     started = datetime.now(UTC)
-    train = _train(config)
+    # Only our own training prompts are compared with evaluation prompts; those of the hub are not
+    # fetched for it.
+    compare = config.prompts.train.source == "generated"
+    train = _train(config) if compare or only != "evaluation" else []
     seen = {prompt.prompt for prompt in train}
     source = config.prompts.evaluation.source
     inputs = {"file": Path(source.removeprefix("path:"))} if source.startswith("path:") else {}
@@ -34,7 +37,7 @@ def run(config: Config, *, only: str | None = None) -> None:
         written.append((paths.train_prompts(), train, {}))
     for dataset in [] if only == "train" else config.prompts.evaluation.datasets:
         prompts = _evaluation(config, dataset)
-        if config.prompts.train.source == "generated":
+        if compare:
             _check_held_out(dataset, prompts, seen)
         written.append((paths.evaluation(dataset), prompts, inputs if _from_file(dataset) else {}))
     for path, prompts, read in written:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pandas as pd
 
 from carryover.artifacts import atomic_path, read_manifest, write_manifest
-from carryover.config import Config
+from carryover.config import TRAINED_VARIANTS, Config
 from carryover.errors import CarryoverError
 from carryover.paths import Paths
 from carryover.report import figures, html, paper
-from carryover.report.curves import TRAINED, Curve, read_curve
+from carryover.report.curves import Curve, read_curve
 from carryover.report.rows import read_rows
 from carryover.report.stage_times import read_provenance, read_stage_times
 from carryover.report.table import COLUMNS, summarize, to_csv, to_markdown
@@ -39,7 +39,7 @@ def run(config: Config) -> None:
     confidence = config.report.confidence
     _write(paths.speedup_csv(), to_csv(table))
     _write(paths.speedup_md(), to_markdown(table, confidence))
-    _write(paths.speedup_csv().with_name("paper_comparison.csv"), to_csv(comparison))
+    _write(paths.comparison_csv(), to_csv(comparison))
     drawn = {
         "acceptance_length": figures.acceptance_length(table, confidence),
         "speedup": figures.speedup(table, confidence),
@@ -49,15 +49,16 @@ def run(config: Config) -> None:
         name: figures.save(figure, paths.figure(f"{name}.png"), paths.figure(f"{name}.svg"))
         for name, figure in drawn.items()
     }
-    results = paths.report().parent
+    provenance, unrecorded = read_provenance(config)
     page = html.render(
         config,
         table,
         comparison,
         svgs,
         missing,
-        read_stage_times(results),
-        read_provenance(results),
+        read_stage_times(config, provenance),
+        provenance,
+        unrecorded,
     )
     _write(paths.report(), page)
     write_manifest(
@@ -109,7 +110,7 @@ def _read_curves(config: Config, paths: Paths) -> tuple[list[Curve], list[str]]:
     curves, missing = [], []
     for target in config.targets:
         for drafter in config.drafters:
-            for variant in TRAINED:
+            for variant in TRAINED_VARIANTS:
                 folder = paths.training(target, drafter, variant)
                 curve = read_curve(folder, target, drafter, variant)
                 if curve is None:

@@ -1,14 +1,13 @@
 """Training metrics of the drafters, as the trainer logged them."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from carryover.errors import CarryoverError
+from carryover.jsonl import numbered_rows
 
-TRAINED = ("baseline", "control", "carryover")
 HELD_OUT = (
     "held_out_acceptance_length",
     "held_out_carry_on_acceptance_length",
@@ -45,22 +44,15 @@ def read_curve(folder: Path, target: str, drafter: str, variant: str) -> Curve |
         return None
     train: dict[int, dict] = {}
     held_out: dict[int, dict] = {}
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                step = int(record["step"])
-            except (ValueError, KeyError, TypeError):
-                raise CarryoverError(
-                    f"{path}, line {number}: not a record with a step",
-                    f"remove that line, or {folder} and train {variant} again",
-                ) from None
-            if "loss" in record:
-                train[step] = {"step": step, "loss": record["loss"]}
-            if HELD_OUT[0] in record:
-                held_out[step] = {key: record.get(key) for key in ("step", *HELD_OUT)}
+    fix = f"remove that line, or {folder} and train {variant} again"
+    for number, record in numbered_rows(path, fix):
+        step = record.get("step")
+        if not isinstance(step, int):
+            raise CarryoverError(f"{path}, line {number}: not a record with a step", fix)
+        if "loss" in record:
+            train[step] = {"step": step, "loss": record["loss"]}
+        if HELD_OUT[0] in record:
+            held_out[step] = {key: record.get(key) for key in ("step", *HELD_OUT)}
     return Curve(
         target,
         drafter,

@@ -9,13 +9,12 @@ import jinja2
 import pandas as pd
 import yaml
 
-from carryover.config import Config
+from carryover.config import VARIANTS, Config
 from carryover.report import paper
 from carryover.report.figures import INK
-from carryover.report.rows import VARIANTS
 from carryover.report.stage_times import Provenance, StageTime
 from carryover.report.table import AVERAGE, percent, plain, sections, with_interval
-from carryover.report.verdict import headline, judge, verdicts
+from carryover.report.verdict import fewest_prompts, headline, judge, verdicts
 
 PAPER_PROMPTS = 844
 PAPER_OUTPUT_CAP = 2048
@@ -30,11 +29,13 @@ def render(
     missing_curves: list[str],
     times: list[StageTime],
     provenance: list[Provenance],
+    unrecorded: list[str],
 ) -> str:
     """Render the page.
 
     `figures`: name (`acceptance_length`, `speedup`, `training_loss`) to SVG text.
     `missing_curves`: the training folders whose metrics are gone; the page names them.
+    `unrecorded`: the outputs that have no manifest of this config; the page names them too.
     """
     environment = jinja2.Environment(
         autoescape=True,
@@ -50,13 +51,15 @@ def render(
         verdicts=found,
         confidence=f"{100 * config.report.confidence:g} %",
         samples=config.report.bootstrap_samples,
-        results=_results(table),
+        fewest=fewest_prompts(config.report.confidence),
+        results=_results(table, config.report.confidence),
         comparison=_comparison(comparison),
         identical=_identical(table),
         figures={name: inline_svg(text, name) for name, text in figures.items()},
         missing_curves=missing_curves,
         times=_times(times),
         provenance=provenance,
+        unrecorded=unrecorded,
         facts=_facts(provenance, config),
         settings=yaml.safe_dump(
             config.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=88
@@ -103,7 +106,7 @@ def inline_svg(text: str, name: str) -> jinja2.utils.markupsafe.Markup:
     return jinja2.utils.markupsafe.Markup(body)
 
 
-def _results(table: pd.DataFrame) -> list[dict[str, Any]]:
+def _results(table: pd.DataFrame, confidence: float) -> list[dict[str, Any]]:
     results = []
     for target, drafter, temperature, part in sections(table):
         for title, name, gain in (
@@ -127,6 +130,7 @@ def _results(table: pd.DataFrame) -> list[dict[str, Any]]:
                                     ours[f"{key}_percent_low"],
                                     ours[f"{key}_percent_high"],
                                     ours["prompts"],
+                                    confidence,
                                 ),
                             }
                             for key in (gain, f"{gain}_over_control")
@@ -213,25 +217,30 @@ def _identical(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _times(times: list[StageTime]) -> list[dict[str, Any]]:
-    total = sum(entry.seconds for entry in times) or 1.0
-    longest = max((entry.seconds for entry in times), default=0.0) or 1.0
+    if not times:
+        return []
+    total = sum(entry.longer for entry in times) or 1.0
+    longest = max(entry.longer for entry in times) or 1.0
+
+    def shown(seconds: float | None) -> str:
+        return "\N{EN DASH}" if seconds is None else duration(seconds)
+
     rows = [
         {
             "name": entry.name,
-            "time": duration(entry.seconds),
-            "share": f"{100 * entry.seconds / total:.0f} %",
-            "width": f"{100 * entry.seconds / longest:.1f}",
+            "time": shown(entry.seconds),
+            "stage": shown(entry.stage_seconds),
+            "share": f"{100 * entry.longer / total:.0f} %",
+            "width": f"{100 * entry.longer / longest:.1f}",
             "memory": "\N{EN DASH}"
             if entry.memory_mib is None
             else f"{entry.memory_mib / 1024:.1f} GiB",
         }
-        for entry in sorted(times, key=lambda entry: -entry.seconds)
+        for entry in sorted(times, key=lambda entry: -entry.longer)
     ]
-    if rows:
-        rows.append(
-            {"name": "sum", "time": duration(total), "share": "", "width": "", "memory": ""}
-        )
-    return rows
+    summed = {"time": (e.seconds for e in times), "stage": (e.stage_seconds for e in times)}
+    sums = {key: duration(sum(filter(None, values))) for key, values in summed.items()}
+    return [*rows, {"name": "sum", "share": "", "width": "", "memory": "", **sums}]
 
 
 def duration(seconds: float) -> str:

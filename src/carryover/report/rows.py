@@ -1,15 +1,14 @@
 """Benchmark rows: read, checked, and lined up so that variants can be compared prompt by prompt."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from carryover.config import VARIANTS
 from carryover.errors import CarryoverError
-
-VARIANTS = ("autoregressive", "baseline", "control", "carryover")
+from carryover.jsonl import numbered_rows
 
 _TEXT = ("target", "drafter", "variant", "dataset")
 _COUNTS = ("output_tokens", "rounds", "accepted")
@@ -28,23 +27,17 @@ def read_rows(
     incomplete or do not hold the same prompts: a paired comparison would be silently wrong.
     """
     fix = f"remove {path} and run the benchmark stage again"
-    if not path.is_file():
-        raise CarryoverError(f"the benchmark file {path} is missing", "run the benchmark stage")
+    expected = {"target": target, "drafter": drafter, "temperature": temperature}
     rows: list[dict[str, Any]] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                _check_row(row)
-                expected = {"target": target, "drafter": drafter, "temperature": temperature}
-                for key, value in expected.items():
-                    if row[key] != value:
-                        raise ValueError(f"{key} is {row[key]!r} instead of {value!r}")
-            except ValueError as error:
-                raise CarryoverError(f"{path}, line {number}: {error}", fix) from None
-            rows.append({key: row[key] for key in _COLUMNS})
+    for number, row in numbered_rows(path, fix):
+        try:
+            _check_row(row)
+            for key, value in expected.items():
+                if row[key] != value:
+                    raise ValueError(f"{key} is {row[key]!r} instead of {value!r}")
+        except ValueError as error:
+            raise CarryoverError(f"{path}, line {number}: {error}", fix) from None
+        rows.append({key: row[key] for key in _COLUMNS})
     if not rows:
         raise CarryoverError(f"the benchmark file {path} holds no rows", fix)
     frame = pd.DataFrame(rows, columns=list(_COLUMNS))
@@ -53,9 +46,7 @@ def read_rows(
     return frame.sort_values(["variant", "dataset", "prompt_id"], ignore_index=True)
 
 
-def _check_row(row: Any) -> None:
-    if not isinstance(row, dict):
-        raise ValueError("not a JSON object")
+def _check_row(row: dict[str, Any]) -> None:
     absent = [key for key in _COLUMNS if key not in row]
     if absent:
         raise ValueError(f"the key {absent[0]} is missing")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
+from carryover.config import VARIANTS
 from carryover.report import statistics as stats
-from carryover.report.rows import VARIANTS
 
 AVERAGE = "average"  # the micro average over all prompts, not the mean of the data sets' rows
 KEYS = ("target", "drafter", "variant", "dataset", "temperature")
@@ -23,7 +23,6 @@ COLUMNS = (
     "output_tokens",
     "prompts",
 )
-GAINS = ("gain", "gain_over_control", "speedup_gain", "speedup_gain_over_control")
 
 
 def summarize(
@@ -33,9 +32,10 @@ def summarize(
 
     Returns one row per data set (in the given order, then `average`) and variant with `COLUMNS`,
     then `tokens_per_second`, `identical_outputs` (share of prompts whose output ids equal the
-    autoregressive ones; at temperature 0 only) and `{name}_percent`, `_low`, `_high` for each of
-    `GAINS`: acceptance length and speed of control and carryover over baseline, and of carryover
-    over control. Intervals are paired percentile bootstraps over prompts.
+    autoregressive ones; at temperature 0 only) and `{name}_percent`, `_low`, `_high` for `gain`
+    and `speedup_gain` (acceptance length and speed of control and carryover over baseline) and
+    `gain_over_control` and `speedup_gain_over_control` (of carryover over control). Intervals are
+    paired percentile bootstraps over prompts.
     """
     summary: list[dict[str, Any]] = []
     for dataset in [*datasets, AVERAGE]:
@@ -157,7 +157,8 @@ def to_markdown(table: pd.DataFrame, confidence: float) -> str:
         "",
         f"In brackets: {100 * confidence:g} % intervals, percentile bootstrap over prompts, paired "
         "between variants. Speedup is over autoregressive decoding of the same prompts. `average` "
-        "is the micro average over all prompts. One prompt has no interval.",
+        "is the micro average over all prompts. Intervals from few prompts are too "
+        "narrow; one prompt has none.",
     ]
     for target, drafter, temperature, part in sections(table):
         for title, name, gain in (

@@ -23,9 +23,22 @@ class Verdict:
     sentences: list[str]
 
 
-def judge(low: float, high: float, prompts: int) -> str:
-    """`gain` or `loss` where the interval leaves 0 out, else `none`; `unknown` without one."""
-    if prompts < 2 or not (math.isfinite(low) and math.isfinite(high)):
+def fewest_prompts(confidence: float) -> int:
+    """From how many prompts on an interval that leaves 0 out can be as sure as `confidence`.
+
+    Where all n prompts differ in the same direction, so does every resample, and the interval
+    leaves 0 out. Without any true difference that happens with probability 2^(1-n), which must
+    not be above 1 - confidence: 6 prompts at 95 %.
+    """
+    return math.ceil(1 - math.log2(1 - confidence))
+
+
+def judge(low: float, high: float, prompts: int, confidence: float) -> str:
+    """`gain` or `loss` where the interval leaves 0 out, else `none`.
+
+    `unknown` without an interval or from fewer than `fewest_prompts`.
+    """
+    if prompts < fewest_prompts(confidence) or not (math.isfinite(low) and math.isfinite(high)):
         return "unknown"
     if low > 0:
         return "gain"
@@ -38,22 +51,22 @@ def verdicts(table: pd.DataFrame, confidence: float) -> list[Verdict]:
     for target, drafter, temperature, part in sections(table):
         by_variant = part[part["dataset"] == AVERAGE].set_index("variant")
         ours, baseline = by_variant.loc["carryover"], by_variant.loc["baseline"]
-        acceptance = _both(ours, "gain")
-        speed = _both(ours, "speedup_gain")
+        acceptance = _judged(ours, "gain", confidence)
+        speed = _judged(ours, "speedup_gain", confidence)
         sentences = [
             f"Acceptance length τ is {plain(ours['acceptance_length'])} with carryover and "
             f"{plain(baseline['acceptance_length'])} with the baseline: "
             f"{_change(ours, 'gain', confidence)} over the baseline, "
             f"{_change(ours, 'gain_over_control', confidence)} over the control with the same "
-            f"extra training. {_conclusion(acceptance, ours, 'gain', 'acceptance length')}",
+            f"extra training. {_conclusion(acceptance, ours, confidence, 'acceptance length')}",
             f"Decoding runs at {plain(ours['speedup'])} times the autoregressive speed with "
             f"carryover and at {plain(baseline['speedup'])} times with the baseline: "
             f"{_change(ours, 'speedup_gain', confidence)} over the baseline, "
             f"{_change(ours, 'speedup_gain_over_control', confidence)} over the control. "
-            f"{_conclusion(speed, ours, 'speedup_gain', 'speed')}",
+            f"{_conclusion(speed, ours, confidence, 'speed')}",
         ]
         title = f"{target}, {drafter}, temperature {temperature:g}"
-        found.append(Verdict(title, acceptance, speed, sentences))
+        found.append(Verdict(title, _both(acceptance), _both(speed), sentences))
     return found
 
 
@@ -71,12 +84,19 @@ def headline(found: list[Verdict]) -> str:
     return "No measurable gain from carryover here"
 
 
-def _both(row: pd.Series, gain: str) -> str:
-    results = [
-        judge(row[f"{name}_percent_low"], row[f"{name}_percent_high"], row["prompts"])
+def _judged(row: pd.Series, gain: str, confidence: float) -> tuple[str, str]:
+    """The judgements over the baseline and over the control."""
+    over_baseline, over_control = (
+        judge(row[f"{name}_percent_low"], row[f"{name}_percent_high"], row["prompts"], confidence)
         for name in (gain, f"{gain}_over_control")
-    ]
-    return results[0] if results[0] == results[1] else "none"
+    )
+    return over_baseline, over_control
+
+
+def _both(judged: tuple[str, str]) -> str:
+    if "unknown" in judged:
+        return "unknown"
+    return judged[0] if judged[0] == judged[1] else "none"
 
 
 def _change(row: pd.Series, name: str, confidence: float) -> str:
@@ -87,17 +107,29 @@ def _change(row: pd.Series, name: str, confidence: float) -> str:
     return f"{text} ({100 * confidence:g}\N{NO-BREAK SPACE}% interval {low} to {high})"
 
 
-def _conclusion(result: str, row: pd.Series, gain: str, what: str) -> str:
+def _conclusion(judged: tuple[str, str], row: pd.Series, confidence: float, what: str) -> str:
+    result = _both(judged)
     if result == "unknown":
-        return f"One prompt does not tell whether the {what} changed."
+        if row["prompts"] >= fewest_prompts(confidence):
+            return f"Nothing was drafted that would tell whether the {what} changed."
+        few = "One prompt is" if row["prompts"] == 1 else f"{row['prompts']} prompts are"
+        return f"{few} too few to tell whether the {what} changed."
     if result == "gain":
         return f"This is a measurable gain in {what}."
     if result == "loss":
         return f"This is a measurable loss in {what}."
-    alone = judge(row[f"{gain}_percent_low"], row[f"{gain}_percent_high"], row["prompts"])
-    if alone == "gain":
+    if judged == ("none", "none"):
         return (
-            f"No measurable gain in {what} from the carried rows: the difference to the control, "
-            "which saw the same steps, is not distinguishable from zero."
+            f"No measurable gain in {what}: the intervals of the paired differences to the "
+            "baseline and to the control both include zero."
         )
-    return f"No measurable gain in {what}: an interval of the paired difference includes zero."
+    words = {
+        "gain": "measurably better than",
+        "loss": "measurably worse than",
+        "none": "not distinguishable from",
+    }
+    over_baseline, over_control = (words[verdict] for verdict in judged)
+    return (
+        f"No measurable gain in {what} from the carried rows: carryover is {over_baseline} the "
+        f"baseline, but {over_control} the control, which saw the same further steps."
+    )

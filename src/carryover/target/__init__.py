@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from datetime import UTC, datetime
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from carryover.artifacts import write_manifest
 from carryover.config import Config
-from carryover.errors import CarryoverError
+from carryover.config.stages import pick
 from carryover.paths import Paths
 from carryover.target.build import convert_gguf, link_checkpoint
 from carryover.target.load import DTYPES, decoder_of, load_target, load_tokenizer
@@ -27,14 +28,11 @@ def run(config: Config, *, target: str) -> None:
     or does not fit `feature_layers` and `mask_token_id`.
     """
     started = datetime.now(UTC)
-    if target not in config.targets:
-        raise CarryoverError(
-            f"the config has no target {target!r}", f"Known: {', '.join(config.targets)}."
-        )
-    settings = config.targets[target]
+    settings = pick(config.targets, "target", target)
     source = find_source(settings.source, f"targets.{target}.source")
     folder = Paths(config).target(target)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder)
     with tempfile.TemporaryDirectory(prefix=f".{target}.", dir=folder.parent) as temporary:
         new = Path(temporary) / "new"
         new.mkdir()
@@ -58,6 +56,14 @@ def run(config: Config, *, target: str) -> None:
             inputs={"source": source} if source.is_file() else {},
         )
         _replace_folder(new, folder, Path(temporary) / "old")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the temporary folders of runs that were killed (tempfile ends names in 8 of these)."""
+    names = re.compile(rf"\.{re.escape(folder.name)}\.[a-z0-9_]{{8}}")
+    for path in folder.parent.iterdir():
+        if names.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _replace_folder(new: Path, folder: Path, aside: Path) -> None:

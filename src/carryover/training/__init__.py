@@ -9,6 +9,8 @@ from carryover.artifacts import write_json
 from carryover.config import Config
 from carryover.errors import CarryoverError
 from carryover.paths import Paths
+from carryover.training.planned import refuse_planned
+from carryover.training.result import trained_folder, write_trained
 
 # Set in the ranks that `run` starts under torchrun.
 RANK_MARK = "CARRYOVER_TRAINING_RANK"
@@ -20,32 +22,18 @@ def run(config: Config, *, target: str, drafter: str, variant: str) -> None:
     variant: baseline, control (further steps without carry) or carryover (further steps of
     parallel DVD). A run that was interrupted goes on from its newest intact checkpoint.
     """
-    _refuse_planned(config, drafter)
-    paths = Paths(config)
+    refuse_planned(config, [drafter], [variant])
+    if variant != "baseline":
+        trained_folder(config, target, drafter, "baseline")
+    if RANK_MARK not in os.environ:
+        # Until the end there is no finished training, whatever an earlier one has left.
+        Paths(config).trained(target, drafter, variant).unlink(missing_ok=True)
     if RANK_MARK in os.environ or config.training.nodes * config.training.ranks == 1:
         _train(config, target, drafter, variant)
     else:
         _launch(config, target, drafter, variant)
     if RANK_MARK not in os.environ:
-        folder = paths.training(target, drafter, variant)
-        write_json(
-            paths.trained(target, drafter, variant),
-            {"checkpoint": str(folder / "final"), "metrics": str(folder / "metrics.jsonl")},
-        )
-
-
-def _refuse_planned(config: Config, drafter: str) -> None:
-    """Settings that the schema knows and this version cannot train yet."""
-    for key, value, trained in (
-        (f"drafters.{drafter}.kind", config.drafters[drafter].kind, "dflash"),
-        ("carry.rows", config.carry.rows, "hidden_states"),
-        ("carry.distinction", config.carry.distinction, "embedding"),
-    ):
-        if value != trained:
-            raise CarryoverError(
-                f"{key}: {value} is planned, and this version cannot train it",
-                f"Set {key}: {trained}.",
-            )
+        write_trained(config, target, drafter, variant)
 
 
 def _train(config: Config, target: str, drafter: str, variant: str) -> None:
@@ -64,6 +52,11 @@ def _train(config: Config, target: str, drafter: str, variant: str) -> None:
         )
     import deepspeed
 
+    # Its warnings are about options of its own that are not used here; they would fill the log.
+    deepspeed.utils.logger.setLevel("ERROR")
+    # DeepSpeed would compile a shared-memory all-reduce here, which needs a C++ compiler and
+    # Python's headers. gloo's serves as well: one small reduction a step.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo")
     from carryover.training.loop import Trainer
 

@@ -22,7 +22,9 @@ def save(
 ) -> None:
     """Save the engine (weights, fp32 masters, optimizer, scheduler) as `folder/step-N`.
 
-    Collective: every rank calls it. Older checkpoints beyond the newest `keep` are removed.
+    Collective: every rank calls it. `config` is what `load_newest` asks for (see
+    `result.checkpoint_config`). Only the newest `keep` of the checkpoints with this config are
+    left: those of another one, and those that this training has fallen back behind, are removed.
     """
     final = folder / f"step-{step:08d}"
     partial = final.with_name(final.name + PARTIAL)
@@ -41,8 +43,10 @@ def save(
         write_manifest(partial, stage=STAGE, config=config, started=started, seed=seed)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        for old in _all(folder)[:-keep]:
-            shutil.rmtree(old)
+        own = [path for path in _all(folder) if path <= final and _fits(path, config)]
+        for old in folder.glob("step-*"):
+            if old not in own[-keep:]:
+                shutil.rmtree(old)
     dist.barrier()
 
 
@@ -60,6 +64,14 @@ def load_newest(engine: Any, folder: Path, *, config: dict) -> int:
         _, state = engine.load_checkpoint(str(folder), tag=path.name)
         return int(state["step"])
     return 0
+
+
+def _fits(path: Path, config: dict) -> bool:
+    try:
+        read_manifest(path, stage=STAGE, config=config)
+    except CarryoverError:
+        return False
+    return True
 
 
 def _all(folder: Path) -> list[Path]:

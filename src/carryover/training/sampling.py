@@ -1,25 +1,21 @@
 """Which responses a step trains on: a pure function of (seed, step), so that resume is exact."""
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-
-def _seed(*parts: int | str) -> int:
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+from carryover.seeds import derive_seed
 
 
-def generator(*parts: int | str) -> torch.Generator:
-    """A torch generator that is decided by the given parts alone."""
-    return torch.Generator().manual_seed(_seed(*parts))
+def generator(seed: int, *purpose: int | str) -> torch.Generator:
+    """A torch generator that is decided by the seed and the purpose alone."""
+    return torch.Generator().manual_seed(derive_seed(seed, *purpose))
 
 
 def split(rows: int, held_out: int, seed: int) -> tuple[list[int], list[int]]:
     """(training rows, held-out rows) of `rows` responses, disjoint, decided by the seed."""
-    order = np.random.default_rng(_seed(seed, "split")).permutation(rows).tolist()
+    order = np.random.default_rng(derive_seed(seed, "split")).permutation(rows).tolist()
     return sorted(order[held_out:]), sorted(order[:held_out])
 
 
@@ -29,7 +25,7 @@ def step_rows(rows: Sequence[int], step: int, count: int, seed: int) -> list[int
     position = step * count
     while len(picked) < count:
         epoch, offset = divmod(position + len(picked), len(rows))
-        order = np.random.default_rng(_seed(seed, "epoch", epoch)).permutation(len(rows))
+        order = np.random.default_rng(derive_seed(seed, "epoch", epoch)).permutation(len(rows))
         take = order[offset : offset + count - len(picked)]
         picked += [rows[i] for i in take]
     return picked
