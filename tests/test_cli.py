@@ -4,6 +4,7 @@ import ast
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -232,6 +233,38 @@ def test_as_a_program(tmp_path):
         2,
         "error: cannot print: No space left on device.\n",
     )
+
+
+def test_without_the_environment_is_one_line():
+    """As with a Python that has none of the packages."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "carryover", "report"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"error: the Python package \w+ is not installed\. Run `make setup`\.\n", done.stderr
+    )
+
+
+def test_library_bars_stay_out_of_logs_and_ours_shows(tmp_path):
+    """In a process of its own, since tqdm reads the variable when it is imported."""
+    code = (
+        "import sys; from types import ModuleType; from carryover import cli\n"
+        "stage = ModuleType('carryover.report')\n"
+        "def run(config):\n"
+        "    from tqdm.auto import tqdm; from carryover.progress import Progress\n"
+        "    list(tqdm(range(3), desc='library'))\n"
+        "    sys.stderr.isatty = lambda: True\n"
+        "    with Progress(3, 'row', 'ours') as progress: progress.update(3)\n"
+        "stage.run = run; sys.modules['carryover.report'] = stage\n"
+        f"sys.exit(cli.main(['report', '--config', {DEFAULT!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "ours" in done.stderr and "3/3" in done.stderr and "library" not in done.stderr
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -166,6 +166,25 @@ def test_config_from_snakemake(write):
         config_from_dict({**data, "seed": "1"}, "config/own.yaml")
 
 
+def test_what_snakemake_leaves_as_text_is_read():
+    """`--config 'training={log_every: 7}'` reaches the Snakefile as {"log_every": "7"}."""
+    data = yaml.safe_load(DEFAULT.read_text())
+    overrides = {
+        "seed": 5,
+        "results_dir": "elsewhere",
+        "training": {"log_every": "7", "further": {"learning_rate": "1e-5"}},
+        "benchmark": {"temperatures": ["0", "0.5"], "interleave": "false"},
+        "drafters": {"DFlash": {"initialize": "path: x"}},
+    }
+    config = config_from_dict(data, "x", overrides)
+    assert (config.seed, config.results_dir, config.training.log_every) == (5, "elsewhere", 7)
+    assert config.training.further.learning_rate == 1e-5
+    assert config.benchmark.temperatures == [0, 0.5] and not config.benchmark.interleave
+    assert config.drafters["DFlash"].initialize == "path: x"
+    with pytest.raises(CarryoverError, match=r"^--config: training\.log_every: .*number"):
+        config_from_dict(data, "x", {"training": {"log_every": "often"}})
+
+
 values = st.recursive(
     st.integers(), lambda inner: st.dictionaries(st.sampled_from("abc"), inner), max_leaves=6
 )
@@ -269,14 +288,14 @@ def test_batch_divides_over_ranks(nodes, ranks, micro_batch):
         f"training.ranks={ranks}",
         f"training.micro_batch={micro_batch}",
     )
-    assert "training.responses_per_step: 8 is not a multiple of nodes * ranks * micro_batch" in line
+    assert "training.responses_per_step: 2 is not a multiple of nodes * ranks * micro_batch" in line
 
 
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("training.held_out=2400", "must be below prompts.train.count (2400)"),
-        ("training.held_out=2393", "more than the 7 responses that prompts.train.count"),
+        ("training.held_out=2000", "must be below prompts.train.count (2000)"),
+        ("training.held_out=1999", "more than the 1 responses that prompts.train.count"),
         ("benchmark.prompts=21", "more than prompts.evaluation.prompts_per_dataset (20)"),
         ("benchmark.max_tokens=1024", "must be below max_model_len (1024)"),
         ("responses.max_model_len=128", "responses.max_tokens: 128 leaves no room for a prompt"),
@@ -301,7 +320,7 @@ def test_all_problems_are_told_each_with_its_file(write):
     assert found == [
         f'{own}: seed: expected a whole number, found the text "x"',
         f"{own}: responses.top_k: expected a number of at least 0, found -1",
-        f"{DEFAULT}: training.responses_per_step: 8 is not a multiple of "
+        f"{DEFAULT}: training.responses_per_step: 2 is not a multiple of "
         "nodes * ranks * micro_batch = 1 * 1 * 3 = 3",
         "--set: report.confidence: expected a number below 1, found 2",
     ]

@@ -132,16 +132,17 @@ def test_a_mistake_in_the_config_is_one_readable_line(copy: Path) -> None:
     assert "Traceback" not in done.stdout and "  File " not in done.stdout
     # Before it, Snakemake says which profile and which files it read.
     *_, error = done.stdout.splitlines()
-    assert error.startswith("error: config/config.yaml")
+    assert error.startswith("error: --config: ")
     assert "training.anchor:" in error and "training.anchors" in error
 
 
-def test_unwritable_results_are_one_readable_line(copy: Path) -> None:
-    # /proc holds no folders of ours, whatever the user's rights.
-    done = run(["snakemake", "--cores", "1", "--config", "results_dir=/proc/carryover"], copy)
+# /proc holds no folders of ours, whatever the user's rights; the other is a file.
+@pytest.mark.parametrize("results", ["/proc/carryover", "Snakefile", "Snakefile/deep"])
+def test_unwritable_results_are_one_readable_line(copy: Path, results: str) -> None:
+    done = run(["snakemake", "--cores", "1", "--config", f"results_dir={results}"], copy)
     assert done.returncode != 0
     assert "Traceback" not in done.stdout and "  File " not in done.stdout
-    assert re.search(r"^error: .*/proc/carryover.*results_dir", done.stdout, re.MULTILINE)
+    assert re.search(rf"^error: .*{results}.*results_dir", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

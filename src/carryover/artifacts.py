@@ -64,8 +64,19 @@ def disk_is_full(error: BaseException, where: Path) -> bool:
 
 
 def _free_bytes(path: Path) -> int:
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(_existing(path)).free
+
+
+def _existing(path: Path) -> Path:
+    """`path`, or the nearest folder of those that would hold it."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def check_folder(path: Path) -> None:
+    """Raises CarryoverError where `path`, or what is to hold it, exists and is no folder."""
+    existing = _existing(path)
+    if not existing.is_dir():
+        raise _unwritable(path, FileExistsError(errno.EEXIST, "", str(existing)))
 
 
 def failed_write(error: BaseException, results: Path) -> CarryoverError | None:

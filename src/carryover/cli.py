@@ -8,6 +8,7 @@ exit 2 for a known error, 130 after Ctrl-C.
 import argparse
 import importlib
 import json
+import logging
 import math
 import os
 import sys
@@ -154,9 +155,7 @@ def _fail(message: str) -> int:
 def _run_stage(stage: Stage, options: argparse.Namespace) -> None:
     config = load_config(options.config or DEFAULT_CONFIG, options.set)
     chosen = _choose(config, stage, options)
-    # The bars of Transformers and others would fill the logs. Ours asks for itself, and so do
-    # those of hub downloads. tqdm reads this when it is imported.
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    _quieten_libraries()
     try:
         importlib.import_module(stage.module).run(config, **chosen)
     except Exception as error:
@@ -164,6 +163,19 @@ def _run_stage(stage: Stage, options: argparse.Namespace) -> None:
         if known is None:
             raise
         raise known from error
+
+
+def _quieten_libraries() -> None:
+    """Keep out of the logs what says nothing about the run."""
+    # The bars of Transformers. Ours asks for itself, and so do those of hub downloads. tqdm reads
+    # this when it is imported.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    # DeepSpeed warns of what it finds on the machine. A filter outlasts the level it sets itself.
+    logging.getLogger("DeepSpeed").addFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def _choose(config: Config, stage: Stage, options: argparse.Namespace) -> dict[str, object]:

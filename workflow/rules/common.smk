@@ -15,7 +15,7 @@ os.environ.update(
     ),
 )
 
-from carryover.artifacts import write_json
+from carryover.artifacts import check_folder, write_json
 from carryover.config import config_from_dict
 from carryover.errors import CarryoverError
 from carryover.identity import stage_code
@@ -27,7 +27,13 @@ def checked(raw):
     """The validated config; a mistake in it ends the run with one readable message."""
     files = [os.path.relpath(path) for path in workflow.configfiles]
     try:
-        return config_from_dict(raw, origin=" + ".join(dict.fromkeys(files)))
+        checked = config_from_dict(
+            raw,
+            origin=" + ".join(dict.fromkeys(files)),
+            overrides=workflow.config_settings.config,
+        )
+        check_folder(Path(checked.results_dir))
+        return checked
     except CarryoverError as error:
         sys.exit("\n".join(f"error: {line}" for line in str(error).splitlines()))
 

@@ -57,7 +57,9 @@ def load_config(paths: str | Path | Iterable[str | Path], overrides: Sequence[st
     return _validate(layers)
 
 
-def config_from_dict(data: Mapping[str, Any], origin: str) -> Config:
+def config_from_dict(
+    data: Mapping[str, Any], origin: str, overrides: Mapping[str, Any] | None = None
+) -> Config:
     """Checks a config that something else read and merged, such as Snakemake's `config`.
 
     Snakemake reads files with PyYAML's rules, under which `2e-3` is a string; it is taken as the
@@ -66,8 +68,13 @@ def config_from_dict(data: Mapping[str, Any], origin: str) -> Config:
     Args:
         data: the merged config; it is not changed.
         origin: what to call it in error messages.
+        overrides: what Snakemake's --config set, which wins. Snakemake leaves numbers below its
+            first level as text, which is read here as YAML.
     """
-    return _validate([(origin, _repair_floats(_plain(data)))])
+    layers = [(origin, _repair_floats(_plain(data)))]
+    if overrides:
+        layers.append(("--config", _read_texts(_plain(overrides))))
+    return _validate(layers)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -177,6 +184,20 @@ def _repair_floats(value: Any) -> Any:
     if isinstance(value, str) and _MISREAD_FLOAT.fullmatch(value):
         return float(value)
     return value
+
+
+def _read_texts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _read_texts(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_read_texts(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    try:
+        read = _parse(value, "--config")
+    except ConfigError:
+        return value
+    return value if isinstance(read, dict | list) else read
 
 
 def _validate(layers: Sequence[Layer]) -> Config:

@@ -164,7 +164,7 @@ class TrainPrompts(Section):
         default="generated",
         description="generated (written by carryover.prompts) | hub (the paper's data sets).",
     )
-    count: Count = Field(default=2400, description="Training prompts over all kinds or data sets.")
+    count: Count = Field(default=2000, description="Training prompts over all kinds or data sets.")
 
 
 class EvaluationPrompts(Section):
@@ -209,7 +209,7 @@ class Responses(Section):
         default=1.0, description="Nucleus sampling; 1 is off."
     )
     top_k: CountOrZero = Field(default=0, description="Top-k sampling; 0 is off.")
-    max_tokens: Count = Field(default=128, description="Longest response, in tokens.")
+    max_tokens: Count = Field(default=96, description="Longest response, in tokens.")
     max_model_len: Count = Field(
         default=1024, description="Longest prompt and response together, in tokens."
     )
@@ -230,12 +230,12 @@ class Features(Section):
 
 
 class Baseline(Section):
-    steps: Count = Field(default=1200, description="Optimizer steps.")
-    learning_rate: Positive = Field(default=2.0e-3, description="Peak learning rate.")
+    steps: Count = Field(default=2000, description="Optimizer steps.")
+    learning_rate: Positive = Field(default=1.0e-3, description="Peak learning rate.")
 
 
 class Further(Section):
-    steps: Count = Field(default=100, description="Optimizer steps on top of the baseline.")
+    steps: Count = Field(default=300, description="Optimizer steps on top of the baseline.")
     learning_rate: Positive = Field(default=5.0e-4, description="Peak learning rate.")
 
 
@@ -251,11 +251,11 @@ class Training(Section):
     max_length: Annotated[int, Field(ge=2)] = Field(
         default=384, description="Tokens of prompt and response; longer ones are cut."
     )
-    anchors: Count = Field(default=48, description="Anchors a response.")
+    anchors: Count = Field(default=32, description="Anchors a response.")
     responses_per_step: Count = Field(
-        default=4, description="Responses an optimizer step, over all ranks."
+        default=2, description="Responses an optimizer step, over all ranks."
     )
-    micro_batch: Count = Field(default=4, description="Responses a forward pass and rank.")
+    micro_batch: Count = Field(default=2, description="Responses a forward pass and rank.")
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.04, description="Part of the steps in which the learning rate rises."
     )
@@ -265,9 +265,9 @@ class Training(Section):
         default=4.0, description="Loss weight of position k: exp(-(k-1)/gamma)."
     )
     held_out: CountOrZero = Field(default=64, description="Responses kept for validation.")
-    log_every: Count = Field(default=10, description="Steps between two rows of metrics.")
-    evaluate_every: Count = Field(default=100, description="Steps between two validations.")
-    checkpoint_every: Count = Field(default=100, description="Steps between two checkpoints.")
+    log_every: Count = Field(default=25, description="Steps between two rows of metrics.")
+    evaluate_every: Count = Field(default=250, description="Steps between two validations.")
+    checkpoint_every: Count = Field(default=250, description="Steps between two checkpoints.")
     keep_checkpoints: Count = Field(default=2, description="Checkpoints kept; older ones go.")
     baseline: Baseline = Field(
         default_factory=Baseline, description="The drafter without carry, from its initial weights."
@@ -313,8 +313,8 @@ class Benchmark(Section):
     temperatures: Annotated[list[NotNegative], Field(min_length=1), AfterValidator(_unique)] = (
         Field(default=[0], description="Sampling temperatures; a file of rows for each.")
     )
-    prompts: Count = Field(default=4, description="Prompts of each dataset.")
-    max_tokens: Count = Field(default=64, description="Generated tokens a prompt.")
+    prompts: Count = Field(default=6, description="Prompts of each dataset.")
+    max_tokens: Count = Field(default=32, description="Generated tokens a prompt.")
     warmup_prompts: CountOrZero = Field(
         default=1, description="Prompts run and not counted, per variant."
     )
@@ -326,7 +326,7 @@ class Benchmark(Section):
     )
     enforce_eager: bool = Field(
         default=True,
-        description="true: no torch.compile (a start costs 20 s instead of 80 s).",
+        description="true: no torch.compile (a start costs 10 s instead of 80 s).",
     )
     kv_cache_gib: Positive = Field(default=0.1, description="KV cache of each engine, in GiB.")
     interleave: bool = Field(

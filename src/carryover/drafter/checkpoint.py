@@ -34,7 +34,7 @@ def save_drafter(
     if observed is not None and head is not None:
         tensors[HEAD] = head.detach().contiguous()
         # vLLM's convention: target id = draft id + d2t[draft id].
-        tensors[MAP] = observed - torch.arange(len(observed))
+        tensors[MAP] = observed - torch.arange(len(observed), device=observed.device)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder / "model.safetensors") as path:
         save_file(tensors, path, metadata={"format": "pt"})

@@ -136,6 +136,11 @@ class FeatureStore:
             .view(len(tokens), self.width),
         )
 
+    def token_ids(self, index: int) -> torch.Tensor:
+        """The token ids [T] int64 of one response, without its features."""
+        batch = self._reader(int(self._shard[index])).get_batch(int(self._position[index]))
+        return torch.from_numpy(batch["token_ids"].values.to_numpy().astype(np.int64))
+
     def _reader(self, shard: int) -> pa.ipc.RecordBatchFileReader:
         if shard not in self._open:
             path = self._folder / shard_name(shard)

@@ -23,6 +23,16 @@ class Batch:
     anchors: Tensor
     valid: Tensor
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
+        """The same batch on a device, its features as `dtype`."""
+        return Batch(
+            token_ids=self.token_ids.to(device),
+            lengths=self.lengths.to(device),
+            features=self.features.to(device, dtype),
+            anchors=self.anchors.to(device),
+            valid=self.valid.to(device),
+        )
+
 
 def sample_anchors(
     prompt_length: int, length: int, count: int, generator: torch.Generator

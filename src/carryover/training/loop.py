@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from carryover.artifacts import atomic_path
 from carryover.config import Config
 from carryover.drafter.checkpoint import load_into, load_tensors, observed_ids, save_drafter
 from carryover.drafter.initialize import initialize_from_target, initialize_random, new_config
@@ -27,6 +28,7 @@ from carryover.training import checkpoints
 from carryover.training.batch import Batch, collate
 from carryover.training.dvd import Blocks, draft_and_verify
 from carryover.training.objective import Labels, Totals, draft_loss, label
+from carryover.training.result import checkpoint_config
 from carryover.training.sampling import generator, split, step_rows
 from carryover.training.verify import Verifier
 from carryover.training.vocabulary import Vocabulary, observed_tokens
@@ -55,16 +57,20 @@ class Trainer:
         self.settings = config.training
         self.paths = Paths(config)
         self.folder = self.paths.training(target, drafter, variant)
-        self.subset = config.stage("train", target, drafter, variant)
-        self.phase = self.settings.baseline if variant == "baseline" else self.settings.further
+        self.subset = checkpoint_config(config, target, drafter, variant)
+        self.phase_name = "baseline" if variant == "baseline" else "further"
+        self.phase = getattr(self.settings, self.phase_name)
         self.carries = variant == "carryover"
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.started = datetime.now(UTC)
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         self.dtype = getattr(torch, self.settings.precision)
 
         self.store = FeatureStore(self.paths.features(target), config.stage("features", target))
         self.rows, self.held_out = split(len(self.store), self.settings.held_out, config.seed)
-        model, _ = load_target(self.paths.target(target), self.dtype)
+        model = load_target(self.paths.target(target), self.dtype)[0].to(self.device)
         self.gamma = self.settings.decay_gamma
         self.drafter, self.vocabulary = self._build(model, target, drafter)
         self.proposals = self.drafter.config.proposals
@@ -80,7 +86,7 @@ class Trainer:
         if self.variant == "baseline":
             observed = None
             if wanted.vocabulary == "observed":
-                observed = observed_tokens(self.store[i].token_ids for i in self.rows)
+                observed = observed_tokens(map(self.store.token_ids, self.rows))
             drafter_config = new_config(
                 model,
                 feature_layers=self.config.targets[target].feature_layers,
@@ -244,7 +250,8 @@ class Trainer:
         size = settings.micro_batch
         groups = [rows[i : i + size] for i in range(0, len(rows), size)]
         for index in range(self.rank, len(groups), self.world):
-            yield self._collate(groups[index], generator(seed, self.variant, step, index))
+            # Control and carryover train at the same anchors: one seed for both.
+            yield self._collate(groups[index], generator(seed, self.phase_name, step, index))
 
     def _collate(self, rows: list[int], randomness: torch.Generator) -> Batch:
         batch = collate(
@@ -253,8 +260,7 @@ class Trainer:
             max_length=self.settings.max_length,
             generator=randomness,
         )
-        batch.features = batch.features.to(self.dtype)
-        return batch
+        return batch.to(self.device, self.dtype)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
@@ -262,6 +268,8 @@ class Trainer:
 
         The carried and the uncarried draft start at the same shifted anchors.
         """
+        if not self.held_out:
+            return {}
         sums: dict[str, Tensor] = {}
         size = self.settings.micro_batch
         groups = [self.held_out[i : i + size] for i in range(0, len(self.held_out), size)]
@@ -279,7 +287,8 @@ class Trainer:
         result: dict[str, Any] = {}
         names = ["held_out"] + (["held_out_carry_on", "held_out_carry_off"] if self.carries else [])
         for name in names:
-            vector = sums.get(name, torch.zeros(6 + 2 * self.proposals, dtype=torch.float64))
+            nothing = torch.zeros(6 + 2 * self.proposals, dtype=torch.float64, device=self.device)
+            vector = sums.get(name, nothing)
             dist.all_reduce(vector)
             report = Totals.report(vector, self.proposals)
             result[f"{name}_loss"] = report["loss"]
@@ -328,9 +337,9 @@ class _Metrics:
                     break
                 if row["step"] <= step:
                     kept.append(line + "\n")
-        self._file = path.open("w")
-        self._file.writelines(kept)
-        self._file.flush()
+        with atomic_path(path) as temporary:
+            temporary.write_text("".join(kept))
+        self._file = path.open("a")
 
     def write(self, **row: Any) -> None:
         if self._file is not None:

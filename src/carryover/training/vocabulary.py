@@ -13,12 +13,14 @@ class Vocabulary:
 
     def __init__(self, target_head: Tensor, observed: Tensor | None) -> None:
         """target_head: [V, H]; observed: [V_d] ascending target ids, None for all of them."""
-        self.observed = observed
-        self.head = target_head if observed is None else target_head[observed].contiguous()
+        device = target_head.device
+        self.observed = None if observed is None else observed.to(device)
+        self.head = target_head if observed is None else target_head[self.observed].contiguous()
         self._draft_ids: Tensor | None = None
         if observed is not None:
-            self._draft_ids = torch.full((len(target_head),), -1, dtype=torch.int64)
-            self._draft_ids[observed] = torch.arange(len(observed))
+            ids = torch.full((len(target_head),), -1, dtype=torch.int64, device=device)
+            ids[self.observed] = torch.arange(len(observed), device=device)
+            self._draft_ids = ids
 
     def draft_ids(self, target_ids: Tensor) -> Tensor:
         """Target ids -> draft ids of the same shape, -1 where a token is not in the vocabulary."""
