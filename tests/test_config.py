@@ -53,7 +53,7 @@ def test_default_config_says_what_it_says():
     plain = yaml.safe_load(DEFAULT.read_text(encoding="utf-8"))
     assert config.model_dump() == plain
     assert config.targets[TARGET].feature_layers == [1, 8, 14, 20, 27]
-    assert config.training.baseline.learning_rate == 0.002
+    assert config.training.baseline.learning_rate == 0.001
 
 
 def test_schema_defaults_equal_the_default_config(write):
@@ -136,7 +136,7 @@ def test_overlays_merge_left_to_right(write):
     assert config.training.baseline.steps == 6
     assert config.training.clip == 2.0
     assert config.training.anchors == 3
-    assert config.training.baseline.learning_rate == 0.002
+    assert config.training.baseline.learning_rate == 0.001
 
 
 def test_null_in_an_overlay_takes_a_target_away(write):
@@ -160,7 +160,7 @@ def test_config_from_snakemake(write):
     assert data["training"]["baseline"]["learning_rate"] == "2e-3"
     before = json.dumps(data)
     config = config_from_dict(data, "config")
-    assert config.training.baseline.learning_rate == 0.002
+    assert config.training.baseline.learning_rate == 0.001
     assert json.dumps(data) == before
     with pytest.raises(ConfigError, match=r"^config/own.yaml: seed: expected a whole number"):
         config_from_dict({**data, "seed": "1"}, "config/own.yaml")
@@ -298,7 +298,7 @@ def test_batch_divides_over_ranks(nodes, ranks, micro_batch):
         ("training.held_out=1999", "more than the 1 responses that prompts.train.count"),
         ("benchmark.prompts=21", "more than prompts.evaluation.prompts_per_dataset (20)"),
         ("benchmark.max_tokens=1024", "must be below max_model_len (1024)"),
-        ("responses.max_model_len=128", "responses.max_tokens: 128 leaves no room for a prompt"),
+        ("responses.max_model_len=96", "responses.max_tokens: 96 leaves no room for a prompt"),
         ("prompts.evaluation.datasets=[qa, gsm8k]", "source: generated has no gsm8k; it has Hum"),
     ],
 )
@@ -441,7 +441,7 @@ MEASURED = {"benchmark", "report"}
             {"responses", "features"} | TRAINED | MEASURED,
         ),
         (
-            "prompts.train.count=2000",
+            "prompts.train.count=1800",
             {"train_prompts", "responses", "features"} | TRAINED | MEASURED,
         ),
         (

@@ -70,7 +70,8 @@ class Trainer:
 
         self.store = FeatureStore(self.paths.features(target), config.stage("features", target))
         self.rows, self.held_out = split(len(self.store), self.settings.held_out, config.seed)
-        model = load_target(self.paths.target(target), self.dtype)[0].to(self.device)
+        model: Any = load_target(self.paths.target(target), self.dtype)[0]
+        model.to(self.device)
         self.gamma = self.settings.decay_gamma
         self.drafter, self.vocabulary = self._build(model, target, drafter)
         self.proposals = self.drafter.config.proposals
@@ -101,12 +102,6 @@ class Trainer:
             initialize_random(module, self.config.seed)
             if wanted.initialize == "target_last_layers":
                 initialize_from_target(module, model)
-            elif wanted.initialize.startswith("path:"):
-                raise CarryoverError(
-                    f"drafters.{drafter}.initialize: {wanted.initialize} is planned, and this "
-                    "version cannot start from a released drafter",
-                    "Use random or target_last_layers.",
-                )
         else:
             # Both go on from the baseline, with a fresh optimizer and scheduler (paper, Table 4).
             folder = self.paths.training(target, drafter, "baseline") / "final"
