@@ -160,7 +160,7 @@ def test_config_from_snakemake(write):
     assert data["training"]["baseline"]["learning_rate"] == "2e-3"
     before = json.dumps(data)
     config = config_from_dict(data, "config")
-    assert config.training.baseline.learning_rate == 0.001
+    assert config.training.baseline.learning_rate == 0.002
     assert json.dumps(data) == before
     with pytest.raises(ConfigError, match=r"^config/own.yaml: seed: expected a whole number"):
         config_from_dict({**data, "seed": "1"}, "config/own.yaml")
