@@ -38,8 +38,8 @@ flock -n 9 || { echo "Waiting for another set-up of $venv ..." && flock 9; }
 if ready; then exit 0; fi
 
 free_gib=$(($(df --output=avail -k "$venv" | tail -1) / 1024 / 1024))
-if [[ -f $venv/.installing ]]; then
-    echo "The last set-up of $venv was interrupted: starting it again."
+if [[ -f $venv/.installing || ( -d $venv/lib && ! -f $venv/.ready ) ]]; then
+    echo "$venv was not finished by this script: making it anew."
     find "$venv" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +
 fi
 if [[ ! -d $venv/lib && $free_gib -lt 8 ]]; then

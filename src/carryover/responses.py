@@ -11,12 +11,9 @@ goes on with the rest, and a shard that was cut short is written again. The mani
 from __future__ import annotations
 
 import json
-import os
-import queue
-import threading
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -178,19 +175,17 @@ def _shard_name(shard: int) -> str:
 def _answers(
     config: Config, target: str, questions: Sequence[Question]
 ) -> Generator[Message, None, None]:
-    """Start the engines, deal the questions out to them and yield what they report.
+    """Start an engine, hand the questions to it and yield what it reports.
 
-    An engine gets a new question for each answer, so that a slow one does not keep the rest
-    waiting, and the first shard is finished first.
+    It gets a new question for each answer, so that the first shard is finished first. One engine:
+    two that share the cores gave fewer tokens a second (docs/performance.md).
     """
     settings = config.responses
     # A few more than are decoded together: a free slot is filled at once.
     window = settings.max_num_seqs + max(8, settings.max_num_seqs // 8)
-    incoming: queue.Queue[tuple[EngineProcess, Message | CarryoverError]] = queue.Queue()
     pending = deque(enumerate(questions))
-    ended: set[EngineProcess] = set()
 
-    def hand_out(engine: EngineProcess, count: int) -> None:
+    def hand_out(count: int) -> None:
         for _ in range(min(count, len(pending))):
             number, question = pending.popleft()
             engine.send(
@@ -201,45 +196,21 @@ def _answers(
                     "seed": _seed(config, question),
                 }
             )
-        if not pending and engine not in ended:
-            engine.send({"end": True})
-            ended.add(engine)
+            if not pending:
+                engine.send({"end": True})
 
-    with ExitStack() as stack:
-        running = 0
-        for threads in _threads(batches=-(-len(questions) // settings.max_num_seqs)):
-            log = Paths(config).responses(target).parent / f"{target}.engine-{running}.log"
-            engine = stack.enter_context(
-                EngineProcess(
-                    "carryover.generation", vllm_environment(threads), log, "responses", _REMEDIES
-                )
-            )
-            engine.send(_setup(config, target, questions))
-            threading.Thread(target=_forward, args=(engine, incoming), daemon=True).start()
-            running += 1
-        while running:
-            engine, message = incoming.get()
-            if isinstance(message, CarryoverError):
-                raise message
-            if "end" in message:
-                running -= 1
-            elif "ready" in message:
-                hand_out(engine, window)
-            else:
-                yield message
-                if "id" in message:
-                    hand_out(engine, 1)
-
-
-def _forward(
-    engine: EngineProcess, incoming: queue.Queue[tuple[EngineProcess, Message | CarryoverError]]
-) -> None:
-    try:
+    log = Paths(config).responses(target).parent / f"{target}.engine.log"
+    with EngineProcess(
+        "carryover.generation", vllm_environment(), log, "responses", _REMEDIES
+    ) as engine:
+        engine.send(_setup(config, target, questions))
         while "end" not in (message := engine.receive()):
-            incoming.put((engine, message))
-        incoming.put((engine, message))
-    except CarryoverError as error:
-        incoming.put((engine, error))
+            if "ready" in message:
+                hand_out(window)
+                continue
+            yield message
+            if "id" in message:
+                hand_out(1)
 
 
 def _setup(config: Config, target: str, questions: Sequence[Question]) -> Message:
@@ -297,16 +268,3 @@ def _seed(config: Config, question: Question) -> int | None:
     if config.responses.temperature == 0:
         return None
     return derive_seed(config.seed, "responses", question.prompt_id)
-
-
-def _threads(batches: int) -> list[int | None]:
-    """Return the threads of each engine: two engines that share the cores, or one for one batch.
-
-    The serial part of a step (scheduling, sampling) leaves the other threads of an engine idle; a
-    second engine uses that time (docs/performance.md). A GPU serves one.
-    """
-    if torch.cuda.is_available():
-        return [None]
-    cores = len(os.sched_getaffinity(0))
-    engines = min(2, batches, cores)
-    return [cores // engines + (index < cores % engines) for index in range(engines)]

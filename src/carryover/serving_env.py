@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 
-def vllm_environment(threads: int | None = None) -> dict[str, str]:
+def vllm_environment() -> dict[str, str]:
     """Return the variables to add for one engine process.
 
-    `threads`: those it computes with; None means one for every core this process may use. On a
-    machine with CUDA nothing about threads is set.
+    It computes with a thread for every core this process may use. On a machine with CUDA nothing
+    about threads is set.
     """
     environment = {
         # The engine runs in the process itself. On CPU a separate engine core would spend one of
@@ -34,7 +34,7 @@ def vllm_environment(threads: int | None = None) -> dict[str, str]:
     }
     if torch.cuda.is_available():
         return environment
-    environment["OMP_NUM_THREADS"] = str(threads or len(os.sched_getaffinity(0)))
+    environment["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"  # of the package intel-openmp
     if openmp.is_file():
         environment["LD_PRELOAD"] = str(openmp)

@@ -142,7 +142,10 @@ class Drafter(Section):
         default="target_last_layers",
         description="random | target_last_layers | path:DIR (a released drafter).",
     )
-    qk_norm: bool = Field(default=False, description="Learn q/k norms; false keeps them at one.")
+    qk_norm: bool = Field(
+        default=False,
+        description="Normalise queries and keys, as Qwen3 does; false: not, as Llama.",
+    )
 
     @model_validator(mode="after")
     def _servable(self) -> Self:
