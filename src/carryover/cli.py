@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,6 +157,7 @@ def _run_stage(stage: Stage, options: argparse.Namespace) -> None:
     config = load_config(options.config or DEFAULT_CONFIG, options.set)
     chosen = _choose(config, stage, options)
     _quieten_libraries()
+    began = time.monotonic()
     try:
         importlib.import_module(stage.module).run(config, **chosen)
     except Exception as error:
@@ -163,6 +165,9 @@ def _run_stage(stage: Stage, options: argparse.Namespace) -> None:
         if known is None:
             raise
         raise known from error
+    if os.environ.get("RANK", "0") == "0":  # of several training ranks one speaks
+        what = " ".join([options.command, *(f"{v}" for v in chosen.values() if v is not None)])
+        print(f"{what}: done in {time.monotonic() - began:.0f} s", file=sys.stderr)
 
 
 def _quieten_libraries() -> None:
