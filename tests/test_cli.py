@@ -86,6 +86,7 @@ def test_overlays_and_overrides_reach_the_stage(stage):
 def test_the_default_config_is_the_repositorys(stage, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(REPOSITORY)
     assert main(["report"]) == 0
+    assert capsys.readouterr().err == "report: done in 0 s\n"
     monkeypatch.chdir(tmp_path)
     assert main(["report"]) == 2
     assert capsys.readouterr().err.startswith("error: config/config.yaml: no such file")

@@ -298,7 +298,7 @@ def test_batch_divides_over_ranks(nodes, ranks, micro_batch):
         ("training.held_out=1999", "more than the 1 responses that prompts.train.count"),
         ("benchmark.prompts=21", "more than prompts.evaluation.prompts_per_dataset (20)"),
         ("benchmark.max_tokens=1024", "must be below max_model_len (1024)"),
-        ("responses.max_model_len=96", "responses.max_tokens: 96 leaves no room for a prompt"),
+        ("responses.max_model_len=80", "responses.max_tokens: 80 leaves no room for a prompt"),
         ("prompts.evaluation.datasets=[qa, gsm8k]", "source: generated has no gsm8k; it has Hum"),
     ],
 )

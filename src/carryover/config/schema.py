@@ -212,7 +212,7 @@ class Responses(Section):
         default=1.0, description="Nucleus sampling; 1 is off."
     )
     top_k: CountOrZero = Field(default=0, description="Top-k sampling; 0 is off.")
-    max_tokens: Count = Field(default=96, description="Longest response, in tokens.")
+    max_tokens: Count = Field(default=80, description="Longest response, in tokens.")
     max_model_len: Count = Field(
         default=1024, description="Longest prompt and response together, in tokens."
     )
@@ -238,7 +238,7 @@ class Baseline(Section):
 
 
 class Further(Section):
-    steps: Count = Field(default=300, description="Optimizer steps on top of the baseline.")
+    steps: Count = Field(default=200, description="Optimizer steps on top of the baseline.")
     learning_rate: Positive = Field(default=5.0e-4, description="Peak learning rate.")
 
 
