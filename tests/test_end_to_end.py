@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of a run whose every process is killed while the baseline trains."""
     folder = tmp_path_factory.mktemp("run")
-    for name in ("workflow", "config", "src", "profiles"):
+    for name in ("workflow", "config", "envs", "src", "profiles"):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("*.pyc"))
     for name in ("Snakefile", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, folder)

@@ -363,6 +363,7 @@ def small_config(folder: Path, source: str, datasets: list[str]):
     settings = yaml.safe_load(root.read_text())
     settings["results_dir"] = str(folder / "results")
     settings["prompts"]["train"]["count"] = 80
+    settings["benchmark"]["prompts"] = 2
     settings["prompts"]["evaluation"] = {
         "source": source,
         "datasets": datasets,
