@@ -44,6 +44,11 @@ def test_anchors_are_distinct_response_tokens_with_a_successor(prompt, response,
     assert anchors == sample_anchors(prompt, length, count, generator(seed)).tolist()
 
 
+def test_a_response_that_is_cut_inside_its_prompt_has_no_anchors():
+    assert sample_anchors(9, 9, 4, generator(0)).tolist() == []
+    assert sample_anchors(9, 6, 4, generator(0)).tolist() == []
+
+
 def test_collate_cuts_pads_and_marks():
     def response(length, prompt):
         ids = torch.arange(length)

@@ -39,9 +39,10 @@ def sample_anchors(
 ) -> Tensor:
     """At most `count` distinct anchor positions of one response, ascending, [n] int64.
 
-    An anchor is a committed response token with at least one response token after it.
+    An anchor is a committed response token with at least one response token after it: none where
+    `length`, after cutting, ends inside the prompt.
     """
-    candidates = torch.arange(prompt_length, length - 1)
+    candidates = torch.arange(prompt_length, max(prompt_length, length - 1))
     if len(candidates) <= count:
         return candidates
     picked = torch.randperm(len(candidates), generator=generator)[:count]
