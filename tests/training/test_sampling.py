@@ -57,7 +57,10 @@ def test_collate_cuts_pads_and_marks():
         )
 
     batch = collate(
-        [response(12, 3), response(5, 4)], anchors=4, max_length=9, generator=generator(1)
+        [response(12, 3), response(5, 4)],
+        anchors=4,
+        max_length=9,
+        generators=[generator(1), generator(2)],
     )
     assert batch.lengths.tolist() == [9, 5]
     assert batch.token_ids.tolist() == [list(range(9)), [0, 1, 2, 3, 4, 0, 0, 0, 0]]

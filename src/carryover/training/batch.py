@@ -50,13 +50,17 @@ def sample_anchors(
 
 
 def collate(
-    responses: Sequence[Recorded], *, anchors: int, max_length: int, generator: torch.Generator
+    responses: Sequence[Recorded],
+    *,
+    anchors: int,
+    max_length: int,
+    generators: Sequence[torch.Generator],
 ) -> Batch:
-    """Cut responses to max_length tokens, draw their anchors, and pad."""
+    """Cut responses to max_length tokens, draw their anchors (a generator each), and pad."""
     lengths = [min(len(r.token_ids), max_length) for r in responses]
     drawn = [
         sample_anchors(r.prompt_length, length, anchors, generator)
-        for r, length in zip(responses, lengths, strict=True)
+        for r, length, generator in zip(responses, lengths, generators, strict=True)
     ]
     rows, longest, most = len(responses), max(lengths), max(1, *map(len, drawn))
     width = responses[0].features.shape[1]

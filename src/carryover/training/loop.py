@@ -246,14 +246,16 @@ class Trainer:
         groups = [rows[i : i + size] for i in range(0, len(rows), size)]
         for index in range(self.rank, len(groups), self.world):
             # Control and carryover train at the same anchors: one seed for both.
-            yield self._collate(groups[index], generator(seed, self.phase_name, step, index))
+            yield self._collate(groups[index], index * size, seed, self.phase_name, step)
 
-    def _collate(self, rows: list[int], randomness: torch.Generator) -> Batch:
+    def _collate(self, rows: list[int], first: int, seed: int, *parts: int | str) -> Batch:
+        """`first` is the place of rows[0] among all; with the rest it decides the anchors drawn, so
+        that micro-batches and ranks do not."""
         batch = collate(
             [self.store[row] for row in rows],
             anchors=self.settings.anchors,
             max_length=self.settings.max_length,
-            generator=randomness,
+            generators=[generator(seed, *parts, first + i) for i in range(len(rows))],
         )
         return batch.to(self.device, self.dtype)
 
@@ -269,7 +271,7 @@ class Trainer:
         size = self.settings.micro_batch
         groups = [self.held_out[i : i + size] for i in range(0, len(self.held_out), size)]
         for index in range(self.rank, len(groups), self.world):
-            batch = self._collate(groups[index], generator(self.config.seed, "held-out", index))
+            batch = self._collate(groups[index], index * size, self.config.seed, "held-out")
             drafts = {"held_out": Blocks(batch.anchors, batch.valid)}
             if self.verifier is not None:
                 blocks = draft_and_verify(self.drafter, self.vocabulary, self.verifier, batch)
