@@ -14,6 +14,7 @@ from carryover.artifacts import config_hash
 from carryover.config import GENERATED_DATASETS, Config, config_from_dict, load_config
 from carryover.config.keys import all_keys, dotted, explain
 from carryover.config.load import ConfigError, merge
+from carryover.config.precision import fast_bfloat16, has_bfloat16
 from carryover.errors import CarryoverError
 from carryover.paths import Paths
 
@@ -21,6 +22,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT = REPOSITORY / "config" / "config.yaml"
 TEST = REPOSITORY / "config" / "test.yaml"
 TARGET, DRAFTER = "SmolLM2-135M", "DFlash"
+OTHER_DTYPE = "float32" if fast_bfloat16() else "bfloat16"  # than `auto` means on this machine
 MINIMAL = """
 targets:
   T: {source: "path:model", feature_layers: [0, 2], mask_token_id: 3}
@@ -51,9 +53,35 @@ def write(tmp_path: Path):
 def test_default_config_says_what_it_says():
     config = load_config(DEFAULT)
     plain = yaml.safe_load(DEFAULT.read_text(encoding="utf-8"))
+    here = "bfloat16" if fast_bfloat16() else "float32"
+    plain["targets"][TARGET]["dtype"] = here
+    plain["training"]["precision"] = plain["benchmark"]["dtype"] = here
     assert config.model_dump() == plain
     assert config.targets[TARGET].feature_layers == [1, 8, 14, 20, 27]
     assert config.training.baseline.learning_rate == 0.001
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "fast"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n", True),
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512_bf16\n", True),
+        ("processor\t: 0\nflags\t\t: fpu avx2 fma avx512f avx512bw\n", False),
+        ("processor\t: 0\nflags\t\t: fpu avx2 fma\n", False),
+        ("processor\t: 0\nFeatures\t: fp asimd i8mm bf16 dgh\n", True),
+        ("processor\t: 0\nFeatures\t: fp asimd\n", False),
+        ("", False),
+    ],
+)
+def test_auto_is_bfloat16_where_the_cpu_has_the_instructions(cpuinfo, fast):
+    assert has_bfloat16(cpuinfo) is fast
+
+
+def test_a_dtype_that_is_written_out_is_taken(write):
+    for dtype in ("bfloat16", "float32"):
+        config = load_config(DEFAULT, [f"training.precision={dtype}", f"benchmark.dtype={dtype}"])
+        assert (config.training.precision, config.benchmark.dtype) == (dtype, dtype)
+    assert "auto" in problems("training.precision=half")[0]
 
 
 def test_schema_defaults_equal_the_default_config(write):
@@ -298,7 +326,7 @@ def test_batch_divides_over_ranks(nodes, ranks, micro_batch):
         ("training.held_out=1999", "more than the 1 responses that prompts.train.count"),
         ("benchmark.prompts=21", "more than prompts.evaluation.prompts_per_dataset (20)"),
         ("benchmark.max_tokens=1024", "must be below max_model_len (1024)"),
-        ("responses.max_model_len=80", "responses.max_tokens: 80 leaves no room for a prompt"),
+        ("responses.max_model_len=40", "responses.max_tokens: 40 leaves no room for a prompt"),
         ("prompts.evaluation.datasets=[qa, gsm8k]", "source: generated has no gsm8k; it has Hum"),
     ],
 )
@@ -445,7 +473,7 @@ MEASURED = {"benchmark", "report"}
             {"train_prompts", "responses", "features"} | TRAINED | MEASURED,
         ),
         (
-            "targets.SmolLM2-135M.dtype=float32",
+            f"targets.SmolLM2-135M.dtype={OTHER_DTYPE}",
             {"target", "responses", "features"} | TRAINED | MEASURED,
         ),
         (

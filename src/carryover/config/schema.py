@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from carryover.config.precision import resolve
 from carryover.config.stages import stage_subset
 
 GENERATED_DATASETS = (
@@ -95,6 +96,8 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+# `auto` is resolved when the config is read, so that it decides what results are called.
+Dtype = Annotated[Literal["auto", "bfloat16", "float32"], AfterValidator(resolve)]
 
 
 class Section(BaseModel):
@@ -107,8 +110,11 @@ class Target(Section):
     source: Annotated[str, AfterValidator(_target_source)] = Field(
         description="Where the model is from: package:NAME==VERSION | hub:ID@REVISION | path:DIR."
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="Weights and inference of the target."
+    dtype: Dtype = Field(
+        default="auto",
+        validate_default=True,
+        description="Weights and inference of the target: auto (bfloat16 where this machine "
+        "multiplies it fast, else float32) | bfloat16 | float32.",
     )
     feature_layers: Annotated[list[int], Field(min_length=1), AfterValidator(_layers)] = Field(
         description="0-based block outputs given to the drafter, in this order."
@@ -212,7 +218,7 @@ class Responses(Section):
         default=1.0, description="Nucleus sampling; 1 is off."
     )
     top_k: CountOrZero = Field(default=0, description="Top-k sampling; 0 is off.")
-    max_tokens: Count = Field(default=80, description="Longest response, in tokens.")
+    max_tokens: Count = Field(default=40, description="Longest response, in tokens.")
     max_model_len: Count = Field(
         default=1024, description="Longest prompt and response together, in tokens."
     )
@@ -233,12 +239,12 @@ class Features(Section):
 
 
 class Baseline(Section):
-    steps: Count = Field(default=2000, description="Optimizer steps.")
+    steps: Count = Field(default=800, description="Optimizer steps.")
     learning_rate: Positive = Field(default=1.0e-3, description="Peak learning rate.")
 
 
 class Further(Section):
-    steps: Count = Field(default=200, description="Optimizer steps on top of the baseline.")
+    steps: Count = Field(default=80, description="Optimizer steps on top of the baseline.")
     learning_rate: Positive = Field(default=5.0e-4, description="Peak learning rate.")
 
 
@@ -248,8 +254,10 @@ class Training(Section):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = Field(
         default=1, description="DeepSpeed ZeRO 0-3."
     )
-    precision: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="bfloat16 (with fp32 masters) | float32."
+    precision: Dtype = Field(
+        default="auto",
+        validate_default=True,
+        description="auto | bfloat16 (with fp32 masters) | float32.",
     )
     max_length: Annotated[int, Field(ge=2)] = Field(
         default=384, description="Tokens of prompt and response; longer ones are cut."
@@ -269,8 +277,8 @@ class Training(Section):
     )
     held_out: CountOrZero = Field(default=64, description="Responses kept for validation.")
     log_every: Count = Field(default=25, description="Steps between two rows of metrics.")
-    evaluate_every: Count = Field(default=250, description="Steps between two validations.")
-    checkpoint_every: Count = Field(default=250, description="Steps between two checkpoints.")
+    evaluate_every: Count = Field(default=200, description="Steps between two validations.")
+    checkpoint_every: Count = Field(default=100, description="Steps between two checkpoints.")
     keep_checkpoints: Count = Field(default=2, description="Checkpoints kept; older ones go.")
     baseline: Baseline = Field(
         default_factory=Baseline, description="The drafter without carry, from its initial weights."
@@ -316,13 +324,15 @@ class Benchmark(Section):
     temperatures: Annotated[list[NotNegative], Field(min_length=1), AfterValidator(_unique)] = (
         Field(default=[0], description="Sampling temperatures; a file of rows for each.")
     )
-    prompts: Count = Field(default=6, description="Prompts of each dataset.")
+    prompts: Count = Field(default=5, description="Prompts of each dataset.")
     max_tokens: Count = Field(default=32, description="Generated tokens a prompt.")
     warmup_prompts: CountOrZero = Field(
         default=1, description="Prompts run and not counted, per variant."
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="Weights and inference of target and drafter."
+    dtype: Dtype = Field(
+        default="auto",
+        validate_default=True,
+        description="Weights and inference of target and drafter: auto | bfloat16 | float32.",
     )
     max_model_len: Count = Field(
         default=1024, description="Longest prompt and response together, in tokens."
