@@ -259,6 +259,11 @@ class Training(Section):
         validate_default=True,
         description="auto | bfloat16 (with fp32 masters) | float32.",
     )
+    features: Literal["cached", "online"] = Field(
+        default="cached",
+        description="cached (written once by the stage features) | online (the target's forward "
+        "pass in every step, nothing on disk).",
+    )
     max_length: Annotated[int, Field(ge=2)] = Field(
         default=384, description="Tokens of prompt and response; longer ones are cut."
     )

@@ -94,8 +94,9 @@ def _train(
     training["baseline"] = config.training.baseline.model_dump()
     if variant != "baseline":
         training["further"] = config.training.further.model_dump()
+    online = config.training.features == "online"
     subset = {
-        **_features(config, target),
+        **(_responses(config, target) if online else _features(config, target)),
         "target": pick(config.targets, "target", target).model_dump(),
         "drafter": pick(config.drafters, "drafter", drafter).model_dump(),
         "variant": variant,
