@@ -1,4 +1,4 @@
-"""Markov drafters: heads, losses and greedy drafting against slow references, one slot at a time."""
+"""Markov drafters: heads, losses and greedy drafting against slow references."""
 
 import dataclasses
 import json
@@ -95,8 +95,7 @@ def dense_loss(target, drafter, batch, blocks, observed, factors) -> torch.Tenso
                     totals[0] += w
                 sums[1] = sums[1] + w * (q - p).abs().sum()
                 sums[2] = sums[2] - w * (
-                    accepted * F.logsigmoid(confidence)
-                    + (1 - accepted) * F.logsigmoid(-confidence)
+                    accepted * F.logsigmoid(confidence) + (1 - accepted) * F.logsigmoid(-confidence)
                 )
                 totals[1] += w
                 totals[2] += w

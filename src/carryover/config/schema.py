@@ -308,7 +308,7 @@ class Training(Section):
     )
     losses: Losses = Field(
         default_factory=Losses,
-        description="What each term counts in the loss; each is a mean over the weighted positions.",
+        description="What each term counts; each is a mean over the weighted positions.",
     )
     held_out: CountOrZero = Field(default=64, description="Responses kept for validation.")
     log_every: Count = Field(default=25, description="Steps between two rows of metrics.")

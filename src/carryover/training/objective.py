@@ -20,7 +20,6 @@ from carryover.training.losses import (
 )
 from carryover.training.vocabulary import Vocabulary
 
-
 # The terms of the loss, in the order of every tensor [3] below.
 TERMS = ("cross_entropy", "distribution", "confidence")
 
@@ -111,9 +110,7 @@ class Totals:
         return torch.zeros(2 * len(TERMS) + 2 * proposals + 4, dtype=torch.float64)
 
     @staticmethod
-    def report(
-        vector: Tensor, proposals: int, factors: Sequence[float]
-    ) -> dict[str, Any]:
+    def report(vector: Tensor, proposals: int, factors: Sequence[float]) -> dict[str, Any]:
         """Means from summed vectors; factors: what each term counts in the loss."""
         sizes = (len(TERMS), len(TERMS), proposals, proposals, 1, 1, 1, 1)
         terms, weights, correct, labels, *rest = vector.split(sizes)

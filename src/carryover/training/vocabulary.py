@@ -41,7 +41,8 @@ class Vocabulary:
         the one drafted before it; all anchors at once.
         """
         if markov is None:
-            return self.target_ids(predict(hidden.flatten(0, -2), self.head)).view(hidden.shape[:-1])
+            best = predict(hidden.flatten(0, -2), self.head)
+            return self.target_ids(best).view(hidden.shape[:-1])
         proposals = []
         blocks, anchors = hidden.flatten(0, 1).split(CHUNK), anchor_tokens.flatten().split(CHUNK)
         for block, previous in zip(blocks, anchors, strict=True):
@@ -57,19 +58,17 @@ class Vocabulary:
     def target_states(self, recorded: Tensor, positions: Tensor) -> TargetStates:
         """Where the target's distributions at recorded positions come from.
 
-        recorded: [R, T, H], the target's last hidden states, normed; positions: [R, ...] int64, of
+        recorded: [R, T, H], the target's last hidden states, normed; positions: [R, N, B] int64, of
         the token before each label. A reduced vocabulary lacks part of the normalisation, which is
         therefore computed here, once for each position that is asked for: blocks overlap.
         """
-        rows, length = recorded.shape[:2]
-        first = length * torch.arange(rows, device=positions.device)
-        flat = positions + first.view(-1, *[1] * (positions.dim() - 1))
-        used, rows_of = flat.unique(return_inverse=True)
+        responses, length = recorded.shape[:2]
+        first = length * torch.arange(responses, device=positions.device)[:, None, None]
+        used, rows = (positions + first).unique(return_inverse=True)
         hidden = recorded.flatten(0, 1)[used]
         reduced = self.observed is not None
-        return TargetStates(
-            hidden, rows_of, log_totals(hidden, self._target_head) if reduced else None
-        )
+        totals = log_totals(hidden, self._target_head) if reduced else None
+        return TargetStates(hidden, rows, totals)
 
 
 def observed_tokens(sequences: Iterable[Tensor]) -> Tensor:
