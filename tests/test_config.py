@@ -118,6 +118,10 @@ def test_test_config_is_a_small_overlay():
 def test_paper_config_is_an_overlay_without_the_default_target():
     config = load_config([DEFAULT, REPOSITORY / "config" / "paper.yaml"])
     assert TARGET not in config.targets
+    assert config.training.losses.model_dump() == {
+        "dflash": {"cross_entropy": 1.0, "distribution": 0.0},
+        "markov": {"cross_entropy": 0.1, "distribution": 0.9, "confidence": 1.0},
+    }
     # The paper's Table 4.
     assert config.targets["Qwen3-4B"].feature_layers == [1, 9, 17, 25, 33]
     assert {(d.layers, d.proposals) for d in config.drafters.values()} == {(5, 15)}
@@ -300,6 +304,12 @@ def test_one_bad_value_is_one_line(override, line):
     assert "\n" not in found[0]
 
 
+def test_a_loss_without_a_drafting_term_is_refused():
+    (line,) = problems("training.losses.dflash.cross_entropy=0")
+    assert "training.losses.dflash.cross_entropy: cross_entropy and distribution are both 0" in line
+    load_config(DEFAULT, ["training.losses.markov.cross_entropy=0"])
+
+
 def test_anchor_first_needs_markov():
     (line,) = problems("drafters.DFlash.slot_layout=anchor_first")
     assert "drafters.DFlash.slot_layout: anchor_first" in line and "kind: dflash" in line
@@ -456,6 +466,8 @@ MEASURED = {"benchmark", "report"}
         ("training.further.steps=7", {"control", "carryover"} | MEASURED),
         ("training.baseline.steps=7", TRAINED | MEASURED),
         ("training.anchors=7", TRAINED | MEASURED),
+        ("training.losses.dflash.distribution=0.5", TRAINED | MEASURED),
+        ("training.losses.markov.confidence=0.0", set()),  # the default's drafter is no Markov
         ("drafters.DFlash.layers=3", TRAINED | MEASURED),
         ("targets.SmolLM2-135M.mask_token_id=17", TRAINED | MEASURED),
         (

@@ -28,21 +28,28 @@ def tiny_target(family: str = "llama", seed: int = 0):
     return model.eval()
 
 
-def tiny_drafter(layout="fill_in", qk_norm=True, carry=True, proposals=4, seed=1) -> Drafter:
-    """A 2-block random drafter for `tiny_target`, with a random shared embedding and head."""
+def tiny_drafter(
+    layout="fill_in", qk_norm=True, carry=True, proposals=4, seed=1, **markov
+) -> Drafter:
+    """A 2-block random drafter for `tiny_target` with a random shared embedding.
+
+    A random head of the target's size is kept beside it, as `.head`. markov: `markov_rank`,
+    `confidence` and `draft_vocab_size` of its config.
+    """
     torch.manual_seed(seed)
     config = DrafterConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, intermediate_size=48, rms_norm_eps=1e-6, rope_theta=1e4,
         max_position_embeddings=256, vocab_size=VOCABULARY, target_hidden_size=32,
         target_layer_ids=LAYERS, target_blocks=3, mask_token_id=VOCABULARY - 1,
-        proposals=proposals, slot_layout=layout, qk_norm=qk_norm, carry=carry,
+        proposals=proposals, slot_layout=layout, qk_norm=qk_norm, carry=carry, **markov,
     )  # fmt: skip
     drafter = Drafter(config)
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)
-    drafter.share(torch.randn(VOCABULARY, 32), torch.randn(VOCABULARY, 32))
+    drafter.share(torch.randn(VOCABULARY, 32))
+    drafter.head = torch.randn(VOCABULARY, 32)
     return drafter
 
 

@@ -248,6 +248,45 @@ class Further(Section):
     learning_rate: Positive = Field(default=5.0e-4, description="Peak learning rate.")
 
 
+class DFlashLosses(Section):
+    cross_entropy: NotNegative = Field(
+        default=1.0, description="Cross-entropy against the recorded tokens."
+    )
+    distribution: NotNegative = Field(
+        default=0.0, description="L1 distance of the drafter's distribution from the target's."
+    )
+
+    @model_validator(mode="after")
+    def _drafts(self) -> Self:
+        if not self.cross_entropy and not self.distribution:
+            message = "cross_entropy and distribution are both 0, so nothing would teach drafting"
+            raise KeyProblems([("cross_entropy", message)])
+        return self
+
+
+class MarkovLosses(DFlashLosses):
+    cross_entropy: NotNegative = Field(
+        default=0.1, description="Cross-entropy against the recorded tokens."
+    )
+    distribution: NotNegative = Field(
+        default=0.9, description="L1 distance of the drafter's distribution from the target's."
+    )
+    confidence: NotNegative = Field(
+        default=1.0,
+        description="Cross-entropy of the confidence head against the acceptance probability; "
+        "0: no such head.",
+    )
+
+
+class Losses(Section):
+    dflash: DFlashLosses = Field(
+        default_factory=DFlashLosses, description="Of drafters of kind dflash."
+    )
+    markov: MarkovLosses = Field(
+        default_factory=MarkovLosses, description="Of drafters of kind markov; as in DeepSpec."
+    )
+
+
 class Training(Section):
     nodes: Count = Field(default=1, description="Machines.")
     ranks: Count = Field(default=1, description="Processes a node; on CPU over gloo.")
@@ -279,6 +318,10 @@ class Training(Section):
     clip: Positive = Field(default=1.0, description="Largest norm of the gradient.")
     decay_gamma: Positive = Field(
         default=4.0, description="Loss weight of position k: exp(-(k-1)/gamma)."
+    )
+    losses: Losses = Field(
+        default_factory=Losses,
+        description="What each term counts; each is a mean over the weighted positions.",
     )
     held_out: CountOrZero = Field(default=64, description="Responses kept for validation.")
     log_every: Count = Field(default=25, description="Steps between two rows of metrics.")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from carryover.drafter import layout
 from carryover.drafter.config import DrafterConfig
+from carryover.drafter.markov import ConfidenceHead, MarkovHead
 
 
 @dataclass
@@ -181,12 +182,13 @@ class Block(nn.Module):
 class Drafter(nn.Module):
     """DFlash backbone; parameters are named as in z-lab's `DFlashDraftModel` checkpoints.
 
-    The target's input embedding and the head are frozen and shared: they are handed in with
-    `share` and are neither parameters nor part of a checkpoint.
+    A Markov drafter is the same backbone with `markov_head` and, where the config asks for it,
+    `confidence_head`; what reads the hidden states applies them. The target's input embedding is
+    frozen and shared: it is handed in with `share` and is neither a parameter nor part of a
+    checkpoint.
     """
 
     embedding: Tensor  # [V, H], the target's
-    head: Tensor  # [V or V_d, H], the target's rows
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -197,11 +199,15 @@ class Drafter(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.carry and config.carry_distinction == "embedding":
             self.carry_embedding = nn.Parameter(torch.zeros(config.feature_size))  # E_carry
+        rank, vocabulary = config.markov_rank, config.draft_vocab_size or config.vocab_size
+        self.markov_head = MarkovHead(config.vocab_size, vocabulary, rank) if rank else None
+        self.confidence_head = (
+            ConfidenceHead(config.hidden_size, rank) if config.confidence else None
+        )
 
-    def share(self, embedding: Tensor, head: Tensor) -> None:
-        """Attach the frozen input embedding [V, H] and head rows [V or V_d, H]."""
+    def share(self, embedding: Tensor) -> None:
+        """Attach the frozen input embedding [V, H]."""
         self.register_buffer("embedding", embedding.detach(), persistent=False)
-        self.register_buffer("head", head.detach(), persistent=False)
 
     def project(self, features: Tensor) -> Tensor:
         """Normed F(h), what every layer's K and V read: [..., nH_t] -> [..., H]."""

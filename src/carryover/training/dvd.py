@@ -4,7 +4,6 @@ Paper, Algorithm 2. All anchors of a batch go through the three stages at once.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,32 +12,27 @@ from carryover.drafter.layout import carried_rows, proposal_positions
 from carryover.drafter.model import Carry, Drafter
 from carryover.training.batch import Batch
 from carryover.training.verify import Verifier
-
-
-class DraftVocabulary(Protocol):
-    """Greedy proposals of a drafter, as target ids."""
-
-    def propose(self, hidden: Tensor) -> Tensor:
-        """[R, N, B, H] -> [R, N, B] int64."""
-        ...
+from carryover.training.vocabulary import Vocabulary
 
 
 @dataclass
 class Blocks:
     """Drafts that get a loss: anchors [R, N] int64, valid [R, N] bool, and what they carry.
 
-    accepted: [R, N] int64, m of the first draft (None in baseline training).
+    accepted: [R, N] int64, m of the first draft (None in baseline training); recorded: [R, T, H],
+    the target's last hidden states on the responses (None where nothing has read them).
     """
 
     anchors: Tensor
     valid: Tensor
     carry: Carry | None = None
     accepted: Tensor | None = None
+    recorded: Tensor | None = None
 
 
 @torch.no_grad()
 def draft_and_verify(
-    drafter: Drafter, vocabulary: DraftVocabulary, verifier: Verifier, batch: Batch
+    drafter: Drafter, vocabulary: Vocabulary, verifier: Verifier, batch: Batch
 ) -> Blocks:
     """Stages 1 and 2, without gradient: draft at a_i, verify, shift to a'_i = a_i + m_i + 1.
 
@@ -47,8 +41,9 @@ def draft_and_verify(
     verification accepted a token that differs from a sampled response (Algorithm 2 as printed).
     """
     anchors = batch.anchors
-    hidden = drafter(batch.token_ids.gather(1, anchors), anchors, batch.features)  # y[<= a_i]
-    proposals = vocabulary.propose(hidden)  # d_i
+    tokens = batch.token_ids.gather(1, anchors)
+    hidden = drafter(tokens, anchors, batch.features)  # y[<= a_i]
+    proposals = vocabulary.propose(hidden, tokens, drafter.markov_head)  # d_i
     verified = verifier(batch.token_ids, anchors, proposals)  # H_i and the target's greedy tokens
     size = proposals.shape[-1]
     accepted = (proposals == verified.predicted).cumprod(-1).sum(-1)  # m_i
@@ -63,4 +58,5 @@ def draft_and_verify(
             visible=carried_rows(accepted, size) & valid[..., None],
         ),
         accepted=accepted,
+        recorded=verified.recorded,
     )

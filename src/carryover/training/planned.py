@@ -21,8 +21,6 @@ def refuse_planned(
     """
     for name in config.drafters if drafters is None else drafters:
         drafter = config.drafters[name]
-        if drafter.kind != "dflash":
-            raise _planned(f"drafters.{name}.kind", drafter.kind, "dflash")
         if drafter.initialize.startswith("path:"):
             key = f"drafters.{name}.initialize"
             raise _planned(key, drafter.initialize, "random or target_last_layers")

@@ -93,11 +93,13 @@ class Verified:
     """The target's verdict on branches.
 
     features: [R, N, B, nH_t] at the proposed positions a+1 .. a+B; predicted: [R, N, B] int64,
-    the target's greedy token for each of those positions, given the branch before it.
+    the target's greedy token for each of those positions, given the branch before it; recorded:
+    [R, T, H], what `Verifier.read` gives, read on the way.
     """
 
     features: Tensor
     predicted: Tensor
+    recorded: Tensor
 
 
 class Verifier:
@@ -110,14 +112,18 @@ class Verifier:
         target.set_attn_implementation(ATTENTION)
 
     @torch.no_grad()
+    def read(self, token_ids: Tensor) -> Tensor:
+        """Last hidden states on recorded responses, the last norm included: [R, T] -> [R, T, H]."""
+        return self._read(_State(), token_ids)
+
+    @torch.no_grad()
     def __call__(self, token_ids: Tensor, anchors: Tensor, proposals: Tensor) -> Verified:
         """Verify proposals [R, N, B] that follow `anchors` [R, N] in token_ids [R, T].
 
         Rows are right-padded; padding is never read, since a prefix ends at its anchor.
         """
         state = _State()
-        # [R, T, H], the last norm included.
-        prefix = self.stack(input_ids=token_ids, use_cache=False, branches=state).last_hidden_state
+        prefix = self._read(state, token_ids)
         at_anchor = prefix.gather(1, anchors[..., None].expand(-1, -1, prefix.shape[-1]))
         chunk = max(1, CHUNK_TOKENS // (proposals.shape[0] * proposals.shape[2]))
         parts = [
@@ -128,7 +134,11 @@ class Verifier:
         # Row k of a branch predicts position a+k+1; the anchor's own row predicts a+1.
         rows = torch.cat((at_anchor[:, :, None], hidden[:, :, :-1]), 2)
         predicted = predict(rows.flatten(0, 2), self.head).view(proposals.shape)
-        return Verified(torch.cat([part[1] for part in parts], 1), predicted)
+        return Verified(torch.cat([part[1] for part in parts], 1), predicted, prefix)
+
+    def _read(self, state: _State, token_ids: Tensor) -> Tensor:
+        out = self.stack(input_ids=token_ids, use_cache=False, branches=state)
+        return out.last_hidden_state
 
     def _branches(self, state: _State, anchors: Tensor, proposals: Tensor) -> tuple[Tensor, Tensor]:
         shape = proposals.shape
