@@ -150,8 +150,6 @@ def test_unwritable_results_are_one_readable_line(copy: Path, results: str) -> N
     [
         ("drafters: {DFlash: {initialize: 'path:released'}}", "drafters.DFlash.initialize"),
         ("drafters: {M: {kind: markov}}", "drafters.M.kind"),
-        ("carry: {rows: draft_tokens}", "carry.rows"),
-        ("carry: {distinction: none}", "carry.distinction"),
     ],
 )
 def test_what_cannot_be_trained_is_planned_but_refused_before_the_first_job(

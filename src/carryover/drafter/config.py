@@ -38,6 +38,7 @@ class DrafterConfig:
     qk_norm: bool = True
     draft_vocab_size: int | None = None
     carry: bool = False
+    carry_rows: str = "hidden_states"
     carry_distinction: str = "embedding"
 
     @property
@@ -52,9 +53,9 @@ class DrafterConfig:
         plain = self.qk_norm and not self.carry
         return [PLUGIN_ARCHITECTURE] + ([STOCK_ARCHITECTURE] if plain else [])
 
-    def with_carry(self, distinction: str) -> "DrafterConfig":
-        """The same drafter, able to read carried rows."""
-        return replace(self, carry=True, carry_distinction=distinction)
+    def with_carry(self, rows: str, distinction: str) -> "DrafterConfig":
+        """The same drafter, able to read what is carried: the config's section `carry`."""
+        return replace(self, carry=True, carry_rows=rows, carry_distinction=distinction)
 
     def to_json(self, dtype: str) -> dict[str, Any]:
         """z-lab's `DFlashDraftModel` config.json, plus the field `carryover`."""
@@ -63,7 +64,7 @@ class DrafterConfig:
             name: fields.pop(name)
             for name in (
                 "target_hidden_size", "target_blocks", "slot_layout", "qk_norm",
-                "carry", "carry_distinction",
+                "carry", "carry_rows", "carry_distinction",
             )
         }  # fmt: skip
         layer_ids = list(fields.pop("target_layer_ids"))
@@ -85,6 +86,7 @@ class DrafterConfig:
             "dflash_config": {"mask_token_id": mask, "target_layer_ids": layer_ids},
             "carryover": {
                 "enabled": own["carry"],
+                "rows": own["carry_rows"],
                 "distinction": own["carry_distinction"],
                 "slot_layout": own["slot_layout"],
                 "qk_norm": own["qk_norm"],
@@ -119,6 +121,8 @@ class DrafterConfig:
                 qk_norm=own["qk_norm"],
                 draft_vocab_size=data.get("draft_vocab_size"),
                 carry=own["enabled"],
+                # Drafters from before it could be chosen do not say it.
+                carry_rows=own.get("rows", "hidden_states"),
                 carry_distinction=own["distinction"],
             )
         except KeyError as error:

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from carryover.drafter.layout import carried_rows, proposal_positions
-from carryover.drafter.model import Carry, Drafter
+from carryover.drafter.model import Carry, Drafter, Hints
 from carryover.training.batch import Batch
+from carryover.training.carry import NEXT_TOKENS, carry_of
 from carryover.training.verify import Verifier
 
 
@@ -32,7 +32,7 @@ class Blocks:
 
     anchors: Tensor
     valid: Tensor
-    carry: Carry | None = None
+    carry: Carry | Hints | None = None
     accepted: Tensor | None = None
 
 
@@ -49,7 +49,9 @@ def draft_and_verify(
     anchors = batch.anchors
     hidden = drafter(batch.token_ids.gather(1, anchors), anchors, batch.features)  # y[<= a_i]
     proposals = vocabulary.propose(hidden)  # d_i
-    verified = verifier(batch.token_ids, anchors, proposals)  # H_i and the target's greedy tokens
+    wanted = NEXT_TOKENS.get(drafter.config.carry_rows, 0)
+    # H_i and the target's greedy tokens
+    verified = verifier(batch.token_ids, anchors, proposals, wanted)
     size = proposals.shape[-1]
     accepted = (proposals == verified.predicted).cumprod(-1).sum(-1)  # m_i
     shifted = torch.where(accepted == size, anchors, anchors + accepted + 1)  # a'_i
@@ -57,10 +59,6 @@ def draft_and_verify(
     return Blocks(
         anchors=torch.where(valid, shifted, 0),
         valid=valid,
-        carry=Carry(
-            features=verified.features.to(batch.features.dtype),
-            positions=proposal_positions(anchors, size),
-            visible=carried_rows(accepted, size) & valid[..., None],
-        ),
+        carry=carry_of(drafter.config, batch, proposals, verified, accepted, valid),
         accepted=accepted,
     )
