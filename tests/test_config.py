@@ -310,6 +310,22 @@ def test_a_loss_without_a_drafting_term_is_refused():
     load_config(DEFAULT, ["training.losses.markov.cross_entropy=0"])
 
 
+@pytest.mark.parametrize("rows", ["draft_tokens", "target_tokens", "target_top5"])
+def test_token_hints_are_no_rows_that_could_be_told_apart(rows):
+    for distinction in ("embedding", "projector"):
+        (line,) = problems(f"carry.rows={rows}", f"carry.distinction={distinction}")
+        assert f"carry.distinction: {distinction} " in line and "set distinction to none" in line
+    config = load_config(DEFAULT, [f"carry.rows={rows}", "carry.distinction=none"])
+    assert config.carry.rows == rows
+
+
+def test_only_an_embedding_has_an_initial_value():
+    for distinction in ("none", "projector"):
+        (line,) = problems("carry.embedding_init=normal", f"carry.distinction={distinction}")
+        assert "carry.embedding_init: normal is for E_carry" in line
+    load_config(DEFAULT, ["carry.embedding_init=normal"])
+
+
 def test_anchor_first_needs_markov():
     (line,) = problems("drafters.DFlash.slot_layout=anchor_first")
     assert "drafters.DFlash.slot_layout: anchor_first" in line and "kind: dflash" in line
@@ -462,7 +478,7 @@ MEASURED = {"benchmark", "report"}
         ("benchmark.temperatures=[0, 1]", {"report"}),
         ("benchmark.max_tokens=65", MEASURED),
         ("prompts.evaluation.prompts_per_dataset=21", {"evaluation_prompts"} | MEASURED),
-        ("carry.rows=draft_tokens", {"carryover"} | MEASURED),
+        ("carry.distinction=none", {"carryover"} | MEASURED),
         ("training.further.steps=7", {"control", "carryover"} | MEASURED),
         ("training.baseline.steps=7", TRAINED | MEASURED),
         ("training.anchors=7", TRAINED | MEASURED),

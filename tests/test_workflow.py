@@ -149,8 +149,6 @@ def test_unwritable_results_are_one_readable_line(copy: Path, results: str) -> N
     ("change", "key"),
     [
         ("drafters: {DFlash: {initialize: 'path:released'}}", "drafters.DFlash.initialize"),
-        ("carry: {rows: draft_tokens}", "carry.rows"),
-        ("carry: {distinction: none}", "carry.distinction"),
     ],
 )
 def test_what_cannot_be_trained_is_planned_but_refused_before_the_first_job(

@@ -85,6 +85,36 @@ def test_layouts_by_hand():
     assert carried == [[True] * 3, [False, False, True], [False] * 3]
 
 
+def test_hints_by_hand():
+    """Anchor 10, B = 4. Accepted m, the next anchor is the correction at 11 + m.
+
+    m = 0: rejected rows 1..4 stood at 11..14. Next anchor 11, which predicts 12..15.
+    m = 2: rejected rows 3, 4 stood at 13, 14. Next anchor 13, which predicts 14..17.
+    """
+    accepted = torch.tensor([0, 2, 3, 4])
+
+    def rows(ahead, slot_layout):
+        return layout.hinting_rows(accepted, ahead, slot_layout, 4).tolist()
+
+    # Slots 1..4 predict the next anchor's 1..4. Draft tokens: row q is for 10 + q.
+    assert rows(0, "fill_in") == [
+        [0, 2, 3, 4, 0],  # 12, 13, 14; row 1 is for 11, the correction's place; none for 15
+        [0, 4, 0, 0, 0],  # 14
+        [0, 0, 0, 0, 0],  # row 4 is for 14, the correction's place
+        [0, 0, 0, 0, 0],  # nothing was rejected
+    ]
+    # The target's: row q is for 11 + q.
+    assert rows(1, "fill_in") == [
+        [0, 1, 2, 3, 4],  # 12 .. 15
+        [0, 3, 4, 0, 0],  # 14, 15
+        [0, 4, 0, 0, 0],  # 15; the next anchor is 14
+        [0, 0, 0, 0, 0],
+    ]
+    # Slots 0..3 predict 1..4, and slot 0 keeps the anchor: the first hint has no place.
+    assert rows(0, "anchor_first") == [[0, 3, 4, 0], [0] * 4, [0] * 4, [0] * 4]
+    assert rows(1, "anchor_first") == [[0, 2, 3, 4], [0, 4, 0, 0], [0] * 4, [0] * 4]
+
+
 def test_block_attention_equals_one_softmax_over_concatenated_keys():
     torch.manual_seed(0)
     q = torch.randn(2, 3, 4, 6, 8, requires_grad=True)

@@ -20,6 +20,7 @@ from carryover.paths import Paths
 from carryover.training import result
 from tests.test_features import put_responses
 from tests.tiny_target import tiny_config, write_tiny_target
+from tests.training.tiny import CARRIES
 
 LENGTHS = [
     (5, 30),
@@ -160,6 +161,61 @@ def test_zero_3_does_not_change_a_markov_curve(recorded: Path) -> None:
         curves.append([losses(config, v, "Markov") for v in ("baseline", "carryover")])
     for got, want in zip(curves[1], curves[0], strict=True):
         assert got == pytest.approx(want, rel=1e-4)
+
+
+TRAIN_ALL = """
+import sys
+from carryover import training
+from carryover.config import load_config
+from carryover.drafter import export
+training.run(load_config(sys.argv[1]), target="tiny", drafter="DFlash", variant="baseline")
+for config in map(load_config, sys.argv[1:]):
+    training.run(config, target="tiny", drafter="DFlash", variant="carryover")
+    export.run(config, target="tiny", drafter="DFlash", variant="carryover")
+"""
+
+
+def test_every_carry_trains_and_exports(recorded: Path) -> None:
+    configs = {}
+    for rows, distinction in CARRIES:
+        path, _ = variation(recorded, f"{rows}-{distinction}", decay_gamma=6.0)
+        content = yaml.safe_load(path.read_text())
+        content["carry"].update(rows=rows, distinction=distinction)
+        path.write_text(yaml.safe_dump(content))
+        configs[rows, distinction] = path
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN_ALL, *map(str, configs.values())],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    before = {}
+    for (rows, distinction), path in configs.items():
+        folder = Paths(load_config(path)).training("tiny", "DFlash", "carryover")
+        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+        first, last = metrics[0], metrics[-1]
+        before[rows, distinction] = first["held_out_carry_on_loss"]
+        assert first["held_out_carry_on_loss"] != first["held_out_carry_off_loss"]
+        assert last["step"] == 4
+        if rows == "hidden_states":
+            assert 0 < last["held_out_carry_attention"] < 1
+        else:
+            assert "held_out_carry_attention" not in last
+        field = json.loads((folder / "final" / "config.json").read_text())["carryover"]
+        assert (field["rows"], field["distinction"]) == (rows, distinction)
+        tensors = load_file(folder / "final" / "model.safetensors")
+        assert ("carry_projector.weight" in tensors) == (distinction == "projector")
+        assert ("carry_embedding" in tensors) == (
+            rows == "hidden_states" and distinction != "projector"
+        )
+        if "carry_embedding" in tensors:
+            assert tensors["carry_embedding"].any() == (distinction == "embedding")
+        if distinction == "projector":
+            assert not torch.equal(tensors["carry_projector.weight"], tensors["fc.weight"])
+    # Nothing tells rows apart before the first step.
+    unmarked = before["hidden_states", "none"]
+    assert before["hidden_states", "embedding"] == unmarked
+    assert before["hidden_states", "projector"] == unmarked
 
 
 def test_a_killed_run_resumes_with_the_same_curve(recorded: Path) -> None:

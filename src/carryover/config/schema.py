@@ -367,6 +367,22 @@ class Carry(Section):
         default="zeros", description="E_carry at the start: zeros | normal."
     )
 
+    @model_validator(mode="after")
+    def _can_be_told_apart(self) -> Self:
+        if self.rows != "hidden_states" and self.distinction != "none":
+            message = (
+                f"{self.distinction} tells carried rows apart, and rows: {self.rows} replaces mask "
+                "tokens and carries none; set distinction to none, or rows to hidden_states"
+            )
+            raise KeyProblems([("distinction", message)])
+        if self.embedding_init != "zeros" and self.distinction != "embedding":
+            message = (
+                f"{self.embedding_init} is for E_carry, which distinction: {self.distinction} does "
+                "not have; set embedding_init to zeros, or distinction to embedding"
+            )
+            raise KeyProblems([("embedding_init", message)])
+        return self
+
 
 class Benchmark(Section):
     temperatures: Annotated[list[NotNegative], Field(min_length=1), AfterValidator(_unique)] = (

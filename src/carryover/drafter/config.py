@@ -41,6 +41,7 @@ class DrafterConfig:
     qk_norm: bool = True
     draft_vocab_size: int | None = None
     carry: bool = False
+    carry_rows: str = "hidden_states"
     carry_distinction: str = "embedding"
     markov_rank: int = 0
     confidence: bool = False
@@ -61,9 +62,9 @@ class DrafterConfig:
         plain = plain and not self.markov_rank
         return [PLUGIN_ARCHITECTURE] + ([STOCK_ARCHITECTURE] if plain else [])
 
-    def with_carry(self, distinction: str) -> "DrafterConfig":
-        """The same drafter, able to read carried rows."""
-        return replace(self, carry=True, carry_distinction=distinction)
+    def with_carry(self, rows: str, distinction: str) -> "DrafterConfig":
+        """The same drafter, able to read what is carried: the config's section `carry`."""
+        return replace(self, carry=True, carry_rows=rows, carry_distinction=distinction)
 
     def to_json(self, dtype: str) -> dict[str, Any]:
         """z-lab's `DFlashDraftModel` config.json, plus the field `carryover`.
@@ -77,7 +78,7 @@ class DrafterConfig:
             name: fields.pop(name)
             for name in (
                 "target_hidden_size", "target_blocks", "slot_layout", "qk_norm",
-                "carry", "carry_distinction", "markov_rank", "confidence",
+                "carry", "carry_rows", "carry_distinction", "markov_rank", "confidence",
             )
         }  # fmt: skip
         layer_ids = list(fields.pop("target_layer_ids"))
@@ -110,6 +111,7 @@ class DrafterConfig:
             **dspark,
             "carryover": {
                 "enabled": own["carry"],
+                "rows": own["carry_rows"],
                 "distinction": own["carry_distinction"],
                 "slot_layout": own["slot_layout"],
                 "qk_norm": own["qk_norm"],
@@ -144,6 +146,8 @@ class DrafterConfig:
                 qk_norm=own["qk_norm"],
                 draft_vocab_size=data.get("draft_vocab_size"),
                 carry=own["enabled"],
+                # Drafters from before it could be chosen do not say it.
+                carry_rows=own.get("rows", "hidden_states"),
                 carry_distinction=own["distinction"],
                 markov_rank=data.get("markov_rank", 0),
                 confidence=data.get("enable_confidence_head", False),

@@ -5,6 +5,7 @@ B proposals, H hidden size, nH_t width of the concatenated target features, D he
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,24 @@ class Carry:
     features: Tensor
     positions: Tensor
     visible: Tensor
+
+
+@dataclass
+class Hints:
+    """Tokens of one round that stand in for MASK in the next draft, which then carries no rows.
+
+    Slot by slot: ids: [R, N, S, k] int64, target ids; weights: [R, N, S, k], summing to one over
+    k; exists: [R, N, S] bool, where the slot keeps its own input if false. Paper, Table 3.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    exists: Tensor
+
+    def embedded(self, embedding: Tensor) -> Tensor:
+        """Weighted mean of the tokens' rows of embedding [V, H]: [R, N, S, H]."""
+        tokens = F.embedding(self.ids, embedding)
+        return (self.weights.to(tokens.dtype)[..., None, :] @ tokens).squeeze(-2)
 
 
 class Rotary(nn.Module):
@@ -70,7 +89,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         return self.rotary(k, positions), v
 
-    def forward(
+    def parts(
         self,
         x: Tensor,
         positions: Tensor,
@@ -79,12 +98,12 @@ class Attention(nn.Module):
         context_visible: Tensor,
         carried: Tensor | None,
         carry: Carry | None,
-    ) -> Tensor:
-        """One attention output per slot.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The arguments of `block_attention`, carried rows first among a block's own keys.
 
         x: [R, N, S, H] normed slot states at positions [R, N, S]; context: [R, T, H] normed fc
         outputs at context_positions [R, T], seen where context_visible [R, N, T]; carried:
-        [R, N, B, H] normed fc outputs of the carried rows. Returns [R, N, S, H].
+        [R, N, B, H] normed projections of the carried rows.
         """
         q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)))
         q = self.rotary(q, positions)
@@ -95,7 +114,7 @@ class Attention(nn.Module):
             own_k, own_v = torch.cat((carried_k, own_k), 2), torch.cat((carried_v, own_v), 2)
             own_visible = torch.cat((carry.visible, own_visible), 2)
         context_k, context_v = self.keys_values(context, context_positions)
-        out = block_attention(
+        return (
             q,
             context_k,
             context_v,
@@ -104,7 +123,24 @@ class Attention(nn.Module):
             own_v,
             own_visible[:, :, None],
         )
-        return self.o_proj(out.flatten(-2))
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """One attention output per slot, [R, N, S, H]; the inputs are those of `parts`."""
+        return self.o_proj(block_attention(*self.parts(*inputs)).flatten(-2))
+
+    def carried_share(self, *inputs: Any) -> Tensor:
+        """Softmax mass on the carried rows, [R, N, S, heads]; the inputs are those of `parts`.
+
+        It is what attention gives when values are one on carried rows and zero elsewhere.
+        """
+        q, context_k, context_v, context_visible, own_k, own_v, own_visible = self.parts(*inputs)
+        on_carried = torch.zeros_like(own_v)
+        on_carried[:, :, : own_v.shape[2] - q.shape[2]] = 1
+        nothing = torch.zeros_like(context_v)
+        share = block_attention(
+            q, context_k, nothing, context_visible, own_k, on_carried, own_visible
+        )
+        return share[..., 0]
 
 
 def block_attention(
@@ -199,6 +235,8 @@ class Drafter(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.carry and config.carry_distinction == "embedding":
             self.carry_embedding = nn.Parameter(torch.zeros(config.feature_size))  # E_carry
+        if config.carry and config.carry_distinction == "projector":  # F_carry
+            self.carry_projector = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         rank, vocabulary = config.markov_rank, config.draft_vocab_size or config.vocab_size
         self.markov_head = MarkovHead(config.vocab_size, vocabulary, rank) if rank else None
         self.confidence_head = (
@@ -218,7 +256,7 @@ class Drafter(nn.Module):
         anchor_tokens: Tensor,
         anchors: Tensor,
         features: Tensor,
-        carry: Carry | None = None,
+        carry: Carry | Hints | None = None,
     ) -> Tensor:
         """Hidden states that predict positions a+1 .. a+B.
 
@@ -235,14 +273,23 @@ class Drafter(nn.Module):
         context = self.project(features)
         context_positions = torch.arange(length, device=anchors.device).expand(len(anchors), -1)
         visible = layout.context_visible(anchors, length)
-        carried = None if carry is None else self.project(self.mark(carry.features))
         x = F.embedding(ids, self.embedding)
+        if isinstance(carry, Hints):
+            x = torch.where(carry.exists[..., None], carry.embedded(self.embedding), x)
+        rows = carry if isinstance(carry, Carry) else None
+        carried = None if rows is None else self.project_carried(rows.features)
         for block in self.layers:
-            x = block(x, positions, context, context_positions, visible, carried, carry)
+            x = block(x, positions, context, context_positions, visible, carried, rows)
         return self.norm(x)[:, :, layout.predicting_slots(config.slot_layout, config.proposals)]
 
-    def mark(self, features: Tensor) -> Tensor:
-        """Carried features told apart from committed ones: h + E_carry (Algorithm 1, line 1)."""
-        if self.config.carry_distinction == "embedding":
-            return features + self.carry_embedding
-        return features
+    def project_carried(self, features: Tensor) -> Tensor:
+        """`project` for carried rows, told apart from committed ones by `carry_distinction`.
+
+        embedding: F(h + E_carry) (Algorithm 1, line 1); projector: F_carry(h); none: F(h).
+        """
+        match self.config.carry_distinction:
+            case "embedding":
+                return self.project(features + self.carry_embedding)
+            case "projector":
+                return self.hidden_norm(self.carry_projector(features))
+        return self.project(features)

@@ -23,7 +23,7 @@ def run(config: Config, *, target: str, drafter: str, variant: str) -> None:
     variant: baseline, control (further steps without carry) or carryover (further steps of
     parallel DVD). A run that was interrupted goes on from its newest intact checkpoint.
     """
-    refuse_planned(config, [drafter], [variant])
+    refuse_planned(config, [drafter])
     if variant != "baseline":
         trained_folder(config, target, drafter, "baseline")
     if RANK_MARK not in os.environ:

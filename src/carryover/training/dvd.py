@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from carryover.drafter.layout import carried_rows, proposal_positions
-from carryover.drafter.model import Carry, Drafter
+from carryover.drafter.model import Carry, Drafter, Hints
 from carryover.training.batch import Batch
+from carryover.training.carry import NEXT_TOKENS, carry_of
 from carryover.training.verify import Verifier
 from carryover.training.vocabulary import Vocabulary
 
@@ -25,7 +25,7 @@ class Blocks:
 
     anchors: Tensor
     valid: Tensor
-    carry: Carry | None = None
+    carry: Carry | Hints | None = None
     accepted: Tensor | None = None
     recorded: Tensor | None = None
 
@@ -44,7 +44,9 @@ def draft_and_verify(
     tokens = batch.token_ids.gather(1, anchors)
     hidden = drafter(tokens, anchors, batch.features)  # y[<= a_i]
     proposals = vocabulary.propose(hidden, tokens, drafter.markov_head)  # d_i
-    verified = verifier(batch.token_ids, anchors, proposals)  # H_i and the target's greedy tokens
+    wanted = NEXT_TOKENS.get(drafter.config.carry_rows, 0)
+    # H_i and the target's greedy tokens
+    verified = verifier(batch.token_ids, anchors, proposals, wanted)
     size = proposals.shape[-1]
     accepted = (proposals == verified.predicted).cumprod(-1).sum(-1)  # m_i
     shifted = torch.where(accepted == size, anchors, anchors + accepted + 1)  # a'_i
@@ -52,11 +54,7 @@ def draft_and_verify(
     return Blocks(
         anchors=torch.where(valid, shifted, 0),
         valid=valid,
-        carry=Carry(
-            features=verified.features.to(batch.features.dtype),
-            positions=proposal_positions(anchors, size),
-            visible=carried_rows(accepted, size) & valid[..., None],
-        ),
+        carry=carry_of(drafter.config, batch, proposals, verified, accepted, valid),
         accepted=accepted,
         recorded=verified.recorded,
     )

@@ -18,13 +18,14 @@ from carryover.artifacts import atomic_path
 from carryover.config import Config
 from carryover.drafter.checkpoint import load_into, load_tensors, observed_ids, save_drafter
 from carryover.drafter.initialize import initialize_from_target, initialize_random, new_config
-from carryover.drafter.model import Drafter
+from carryover.drafter.model import Carry, Drafter
 from carryover.errors import CarryoverError
 from carryover.features.store import FeatureStore
 from carryover.paths import Paths
 from carryover.progress import Progress
 from carryover.target import load_target
 from carryover.training import checkpoints
+from carryover.training.attention import carried_share
 from carryover.training.batch import Batch, collate
 from carryover.training.dvd import Blocks, draft_and_verify
 from carryover.training.objective import TERMS, Labels, Totals, draft_loss, label
@@ -117,7 +118,8 @@ class Trainer:
             drafter_config, tensors = load_tensors(folder)
             observed = observed_ids(tensors)
             if self.carries:
-                drafter_config = drafter_config.with_carry(self.config.carry.distinction)
+                carry = self.config.carry
+                drafter_config = drafter_config.with_carry(carry.rows, carry.distinction)
             module = Drafter(drafter_config)
             load_into(module, tensors)
             if self.carries and self.config.carry.embedding_init == "normal":
@@ -286,11 +288,13 @@ class Trainer:
     def evaluate(self) -> dict[str, Any]:
         """Held-out loss and accuracy without carry; with carry beside it for carryover.
 
-        The carried and the uncarried draft start at the same shifted anchors.
+        The carried and the uncarried draft start at the same shifted anchors. Where rows are
+        carried, `held_out_carry_attention` is their share of the attention.
         """
         if not self.held_out:
             return {}
         sums: dict[str, Tensor] = {}
+        share = torch.zeros(2, dtype=torch.float64, device=self.device)
         size = self.settings.micro_batch
         groups = [self.held_out[i : i + size] for i in range(0, len(self.held_out), size)]
         for index in range(self.rank, len(groups), self.world):
@@ -303,6 +307,8 @@ class Trainer:
                 drafts["held_out_carry_off"] = Blocks(
                     drafted.anchors, drafted.valid, recorded=recorded
                 )
+                if isinstance(drafted.carry, Carry):
+                    share += carried_share(self.drafter, batch, drafted)
             for name, blocks in drafts.items():
                 labels = self._label(batch, blocks)
                 _, vector = self.objective(batch, blocks, labels, torch.ones(len(TERMS)))
@@ -317,6 +323,9 @@ class Trainer:
             result[f"{name}_loss"] = report["loss"]
             result[f"{name}_accuracy"] = report["accuracy"]
             result[f"{name}_acceptance_length"] = report["expected_acceptance_length"]
+        if self.carries and self.drafter.config.carry_rows == "hidden_states":
+            dist.all_reduce(share)
+            result["held_out_carry_attention"] = (share[0] / share[1].clamp(min=1)).item()
         return result
 
     def _save_final(self) -> None:

@@ -19,7 +19,7 @@ from carryover.drafter.model import block_attention
 from carryover.errors import CarryoverError
 from carryover.target.hidden import captured, fuse_norms
 from carryover.target.load import decoder_of
-from carryover.training.losses import predict
+from carryover.training.losses import CHUNK, predict
 
 ATTENTION = "carryover_branches"
 # Branch tokens a forward pass holds; bounds memory without changing results.
@@ -89,17 +89,43 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 @dataclass
+class NextTokens:
+    """The target's k most probable tokens after each row of a branch: row q's are for a+q+1.
+
+    ids: [R, N, B, k] int64, most probable first; weights: [R, N, B, k] float32, their
+    probabilities over the sum of these.
+    """
+
+    ids: Tensor
+    weights: Tensor
+
+
+@dataclass
 class Verified:
     """The target's verdict on branches.
 
     features: [R, N, B, nH_t] at the proposed positions a+1 .. a+B; predicted: [R, N, B] int64,
     the target's greedy token for each of those positions, given the branch before it; recorded:
-    [R, T, H], what `Verifier.read` gives, read on the way.
+    [R, T, H], what `Verifier.read` gives, read on the way; next: what the target says after each
+    of them, where it was asked for.
     """
 
     features: Tensor
     predicted: Tensor
     recorded: Tensor
+    next: NextTokens | None = None
+
+
+def _most_probable(hidden: Tensor, head: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`predict` [M], and the `count` most probable head indices with weights, both [M, count]."""
+    parts = []
+    for part in hidden.split(CHUNK):
+        logits = part @ head.t()
+        top = logits.topk(count, -1)
+        # A softmax over these alone: the rest of the vocabulary cancels.
+        parts.append((logits.argmax(-1), top.indices, top.values.float().softmax(-1)))
+    greedy, ids, weights = (torch.cat(column) for column in zip(*parts, strict=True))
+    return greedy, ids, weights
 
 
 class Verifier:
@@ -117,10 +143,13 @@ class Verifier:
         return self._read(_State(), token_ids)
 
     @torch.no_grad()
-    def __call__(self, token_ids: Tensor, anchors: Tensor, proposals: Tensor) -> Verified:
+    def __call__(
+        self, token_ids: Tensor, anchors: Tensor, proposals: Tensor, next_tokens: int = 0
+    ) -> Verified:
         """Verify proposals [R, N, B] that follow `anchors` [R, N] in token_ids [R, T].
 
         Rows are right-padded; padding is never read, since a prefix ends at its anchor.
+        next_tokens: k of `Verified.next`, 0 for none.
         """
         state = _State()
         prefix = self._read(state, token_ids)
@@ -131,10 +160,17 @@ class Verifier:
             for a, p in zip(anchors.split(chunk, 1), proposals.split(chunk, 1), strict=True)
         ]
         hidden = torch.cat([part[0] for part in parts], 1)  # [R, N, B, H]
+        features = torch.cat([part[1] for part in parts], 1)
         # Row k of a branch predicts position a+k+1; the anchor's own row predicts a+1.
-        rows = torch.cat((at_anchor[:, :, None], hidden[:, :, :-1]), 2)
-        predicted = predict(rows.flatten(0, 2), self.head).view(proposals.shape)
-        return Verified(torch.cat([part[1] for part in parts], 1), predicted, prefix)
+        rows = torch.cat((at_anchor[:, :, None], hidden), 2)
+        if next_tokens == 0:
+            rows = rows[:, :, :-1]  # the last one predicts past the proposals
+            predicted = predict(rows.flatten(0, 2), self.head).view(proposals.shape)
+            return Verified(features, predicted, prefix)
+        flat = _most_probable(rows.flatten(0, 2), self.head, next_tokens)
+        greedy, ids, weights = (x.unflatten(0, rows.shape[:3]) for x in flat)
+        following = NextTokens(ids[:, :, 1:], weights[:, :, 1:])
+        return Verified(features, greedy[:, :, :-1], prefix, following)
 
     def _read(self, state: _State, token_ids: Tensor) -> Tensor:
         out = self.stack(input_ids=token_ids, use_cache=False, branches=state)
