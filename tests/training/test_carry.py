@@ -201,8 +201,8 @@ def test_next_tokens_are_asked_for_and_do_not_change_the_verdict():
     batch = recorded(target)
     proposals = rigged(target, batch)
     verifier = Verifier(target, list(LAYERS))
-    plain = verifier(batch.token_ids, batch.anchors, proposals)
-    asked = verifier(batch.token_ids, batch.anchors, proposals, 3)
+    plain = verifier(verifier.read(batch.token_ids), batch.anchors, proposals)
+    asked = verifier(verifier.read(batch.token_ids), batch.anchors, proposals, 3)
     assert plain.next is None
     assert torch.equal(asked.predicted, plain.predicted)
     assert torch.equal(asked.features, plain.features)

@@ -69,7 +69,8 @@ def test_verification_equals_an_ordinary_forward_of_each_branch(family, chunk, m
         ]
         for r, row in enumerate(batch.anchors.tolist())
     ]
-    got = Verifier(target, list(LAYERS))(batch.token_ids, batch.anchors, proposals)
+    verifier = Verifier(target, list(LAYERS))
+    got = verifier(verifier.read(batch.token_ids), batch.anchors, proposals)
     for r in range(2):
         for n in range(4):
             torch.testing.assert_close(got.features[r, n], want[r][n][0], rtol=1e-4, atol=1e-4)

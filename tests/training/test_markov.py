@@ -113,9 +113,11 @@ def test_loss_and_the_gradient_of_every_parameter_equal_the_dense_ones(
     target, drafter = tiny_target(), markov_drafter(layout, observed)
     batch = recorded(target)
     words = Vocabulary(head_of(target), observed)
-    blocks = draft_and_verify(drafter, words, Verifier(target, list(LAYERS)), batch)
+    verifier = Verifier(target, list(LAYERS))
+    reading = verifier.read(batch.token_ids)
+    blocks = draft_and_verify(drafter, words, verifier, batch, reading)
     size = drafter.config.proposals
-    labels = label(batch, blocks, words, size, GAMMA, blocks.recorded)
+    labels = label(batch, blocks, words, size, GAMMA, reading.hidden)
     scales = torch.tensor(FACTORS) / labels.summed_weights()
     totals = draft_loss(drafter, words, batch, blocks, labels, scales)
     got = torch.autograd.grad(totals.loss, list(drafter.parameters()))
@@ -135,9 +137,11 @@ def test_gradients_reach_the_drafter_its_heads_and_e_carry_and_nothing_else():
     batch = recorded(target)
     batch.features.requires_grad_(True)
     words = Vocabulary(head_of(target), OBSERVED)
-    blocks = draft_and_verify(drafter, words, Verifier(target, list(LAYERS)), batch)
-    assert not blocks.carry.features.requires_grad and not blocks.recorded.requires_grad
-    labels = label(batch, blocks, words, drafter.config.proposals, GAMMA, blocks.recorded)
+    verifier = Verifier(target, list(LAYERS))
+    reading = verifier.read(batch.token_ids)
+    blocks = draft_and_verify(drafter, words, verifier, batch, reading)
+    assert not blocks.carry.features.requires_grad and not reading.hidden.requires_grad
+    labels = label(batch, blocks, words, drafter.config.proposals, GAMMA, reading.hidden)
     draft_loss(drafter, words, batch, blocks, labels, FACTORS).loss.backward()
     reached = {n for n, p in drafter.named_parameters() if p.grad is not None and p.grad.any()}
     assert reached == {name for name, _ in drafter.named_parameters()}
@@ -156,7 +160,7 @@ def test_a_term_of_factor_zero_moves_nothing():
     target, drafter = tiny_target(), markov_drafter()
     batch = recorded(target)
     words = Vocabulary(head_of(target), None)
-    read = Verifier(target, list(LAYERS)).read(batch.token_ids)
+    read = Verifier(target, list(LAYERS)).read(batch.token_ids).hidden
     blocks = Blocks(batch.anchors, batch.valid)
     for given, factors in ((None, (1.0, 0.0, 0.0)), (read, (1.0, 0.0, 0.0)), (read, FACTORS)):
         drafter.zero_grad()
@@ -185,11 +189,10 @@ def test_the_recorded_text_is_read_once_and_as_the_target_reads_it():
     verifier.stack.layers[0].register_forward_hook(
         lambda _, args, __: lengths.append(args[0].shape[1])
     )
-    torch.testing.assert_close(verifier.read(batch.token_ids), want, rtol=1e-4, atol=1e-4)
-    proposals = torch.randint(0, VOCABULARY, (2, 4, 3))
-    verified = verifier(batch.token_ids, batch.anchors, proposals)
-    torch.testing.assert_close(verified.recorded, want, rtol=1e-4, atol=1e-4)
-    assert lengths == [16, 16, 12]  # `read`; the prefix and the branches of a verification
+    reading = verifier.read(batch.token_ids)
+    torch.testing.assert_close(reading.hidden, want, rtol=1e-4, atol=1e-4)
+    verifier(reading, batch.anchors, torch.randint(0, VOCABULARY, (2, 4, 3)))
+    assert lengths == [16, 12]  # the text; the branches of a verification
 
 
 @pytest.mark.parametrize("layout", ["fill_in", "anchor_first"])
@@ -328,7 +331,7 @@ def test_a_handful_of_responses_is_learnt(kind: str) -> None:
     initialize_random(drafter, 1)
     drafter.share(target.get_input_embeddings().weight)
     words = Vocabulary(head_of(target), None)
-    read = Verifier(target, list(LAYERS)).read(ids) if kind == "markov" else None
+    read = Verifier(target, list(LAYERS)).read(ids).hidden if kind == "markov" else None
     blocks, size = Blocks(batch.anchors, batch.valid), drafter.config.proposals
     labels = label(batch, blocks, words, size, 4.0, read)
     scales = torch.tensor(factors) / labels.summed_weights()

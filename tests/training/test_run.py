@@ -218,6 +218,24 @@ def test_every_carry_trains_and_exports(recorded: Path) -> None:
     assert before["hidden_states", "projector"] == unmarked
 
 
+def test_online_features_give_the_same_curves(recorded: Path) -> None:
+    """Without `features/` on disk: the target's forward pass in every step gives them."""
+    paths = {}
+    for name in ("cached", "online"):
+        path, config = variation(recorded, f"features-{name}", features=name, micro_batch=2)
+        paths[name] = config
+        for variant in ("baseline", "carryover"):
+            execute(path, "train", variant)
+    for variant in ("baseline", "carryover"):
+        want, got = (losses(config, variant) for config in paths.values())
+        assert got == pytest.approx(want, rel=1e-4)
+    cached, online = (
+        result.checkpoint_config(config, "tiny", "DFlash", "baseline") for config in paths.values()
+    )
+    assert "features" in cached["made_from"] and "features" not in online["made_from"]
+    assert "responses" in online["made_from"]
+
+
 def test_a_killed_run_resumes_with_the_same_curve(recorded: Path) -> None:
     whole_path, whole = variation(recorded, "whole", decay_gamma=3.0)
     execute(whole_path, "train", "baseline")

@@ -11,7 +11,7 @@ from torch import Tensor
 from carryover.drafter.model import Carry, Drafter, Hints
 from carryover.training.batch import Batch
 from carryover.training.carry import NEXT_TOKENS, carry_of
-from carryover.training.verify import Verifier
+from carryover.training.verify import Reading, Verifier
 from carryover.training.vocabulary import Vocabulary
 
 
@@ -19,26 +19,29 @@ from carryover.training.vocabulary import Vocabulary
 class Blocks:
     """Drafts that get a loss: anchors [R, N] int64, valid [R, N] bool, and what they carry.
 
-    accepted: [R, N] int64, m of the first draft (None in baseline training); recorded: [R, T, H],
-    the target's last hidden states on the responses (None where nothing has read them).
+    accepted: [R, N] int64, m of the first draft (None in baseline training).
     """
 
     anchors: Tensor
     valid: Tensor
     carry: Carry | Hints | None = None
     accepted: Tensor | None = None
-    recorded: Tensor | None = None
 
 
 @torch.no_grad()
 def draft_and_verify(
-    drafter: Drafter, vocabulary: Vocabulary, verifier: Verifier, batch: Batch
+    drafter: Drafter,
+    vocabulary: Vocabulary,
+    verifier: Verifier,
+    batch: Batch,
+    reading: Reading | None = None,
 ) -> Blocks:
     """Stages 1 and 2, without gradient: draft at a_i, verify, shift to a'_i = a_i + m_i + 1.
 
     Full acceptance keeps the anchor, with an empty carry. A shift that leaves no recorded token
     to predict makes the block invalid. The second draft reads the recorded prefix, also where
     verification accepted a token that differs from a sampled response (Algorithm 2 as printed).
+    reading: of `batch.token_ids`, where there is one already.
     """
     anchors = batch.anchors
     tokens = batch.token_ids.gather(1, anchors)
@@ -46,7 +49,7 @@ def draft_and_verify(
     proposals = vocabulary.propose(hidden, tokens, drafter.markov_head)  # d_i
     wanted = NEXT_TOKENS.get(drafter.config.carry_rows, 0)
     # H_i and the target's greedy tokens
-    verified = verifier(batch.token_ids, anchors, proposals, wanted)
+    verified = verifier(reading or verifier.read(batch.token_ids), anchors, proposals, wanted)
     size = proposals.shape[-1]
     accepted = (proposals == verified.predicted).cumprod(-1).sum(-1)  # m_i
     shifted = torch.where(accepted == size, anchors, anchors + accepted + 1)  # a'_i
@@ -56,5 +59,4 @@ def draft_and_verify(
         valid=valid,
         carry=carry_of(drafter.config, batch, proposals, verified, accepted, valid),
         accepted=accepted,
-        recorded=verified.recorded,
     )

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from carryover.drafter.checkpoint import load_into, load_tensors, observed_ids, 
 from carryover.drafter.initialize import initialize_from_target, initialize_random, new_config
 from carryover.drafter.model import Carry, Drafter
 from carryover.errors import CarryoverError
-from carryover.features.store import FeatureStore
 from carryover.paths import Paths
 from carryover.progress import Progress
 from carryover.target import load_target
@@ -29,9 +29,10 @@ from carryover.training.attention import carried_share
 from carryover.training.batch import Batch, collate
 from carryover.training.dvd import Blocks, draft_and_verify
 from carryover.training.objective import TERMS, Labels, Totals, draft_loss, label
+from carryover.training.recorded import open_recorded
 from carryover.training.result import checkpoint_config
 from carryover.training.sampling import generator, split, step_rows
-from carryover.training.verify import Verifier
+from carryover.training.verify import Reading, Verifier
 from carryover.training.vocabulary import Vocabulary, observed_tokens
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Trainer:
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         self.dtype = getattr(torch, self.settings.precision)
 
-        self.store = FeatureStore(self.paths.features(target), config.stage("features", target))
+        self.store = open_recorded(config, target)
         self.rows, self.held_out = split(len(self.store), self.settings.held_out, config.seed)
         model: Any = load_target(self.paths.target(target), self.dtype)[0]
         model.to(self.device)
@@ -83,7 +84,7 @@ class Trainer:
         self.drafter, self.vocabulary = self._build(model, target, drafter)
         self.proposals = self.drafter.config.proposals
         self.verifier = None
-        if self.carries or self.compares:
+        if self.carries or self.compares or self.settings.features == "online":
             self.verifier = Verifier(model, list(self.drafter.config.target_layer_ids))
         self.objective = _Objective(self.drafter, self.vocabulary)
         self.engine = self._engine()
@@ -246,21 +247,30 @@ class Trainer:
 
     def prepare(self, batch: Batch) -> tuple[Batch, Blocks, Labels]:
         """Where to draft, and what has to be predicted there."""
-        blocks = self._blocks(batch)
-        return batch, blocks, self._label(batch, blocks)
+        batch, reading = self._read(batch)
+        blocks = self._blocks(batch, reading)
+        return batch, blocks, self._label(batch, blocks, reading)
 
-    def _blocks(self, batch: Batch) -> Blocks:
-        """Drafts at the sampled anchors, or where parallel DVD takes them."""
+    def _read(self, batch: Batch) -> tuple[Batch, Reading | None]:
+        """The target's one pass over the responses, where the training needs it; online, with the
+        features that it gives."""
         if self.verifier is None:
-            return Blocks(batch.anchors, batch.valid)
-        if self.carries:
-            return draft_and_verify(self.drafter, self.vocabulary, self.verifier, batch)
-        recorded = self.verifier.read(batch.token_ids)
-        return Blocks(batch.anchors, batch.valid, recorded=recorded)
+            return batch, None
+        reading = self.verifier.read(batch.token_ids)
+        if self.settings.features == "online":
+            # Rounded as features on disk are.
+            batch = replace(batch, features=reading.features.bfloat16().to(self.dtype))
+        return batch, reading
 
-    def _label(self, batch: Batch, blocks: Blocks) -> Labels:
-        recorded = blocks.recorded if self.compares else None
-        return label(batch, blocks, self.vocabulary, self.proposals, self.gamma, recorded)
+    def _blocks(self, batch: Batch, reading: Reading | None) -> Blocks:
+        """Drafts at the sampled anchors, or where parallel DVD takes them."""
+        if self.carries and self.verifier is not None:
+            return draft_and_verify(self.drafter, self.vocabulary, self.verifier, batch, reading)
+        return Blocks(batch.anchors, batch.valid)
+
+    def _label(self, batch: Batch, blocks: Blocks, reading: Reading | None) -> Labels:
+        hidden = reading.hidden if self.compares and reading is not None else None
+        return label(batch, blocks, self.vocabulary, self.proposals, self.gamma, hidden)
 
     def _micro_batches(self, step: int) -> Iterator[Batch]:
         settings, seed = self.settings, self.config.seed
@@ -299,18 +309,16 @@ class Trainer:
         groups = [self.held_out[i : i + size] for i in range(0, len(self.held_out), size)]
         for index in range(self.rank, len(groups), self.world):
             batch = self._collate(groups[index], index * size, self.config.seed, "held-out")
-            drafted = self._blocks(batch)
-            recorded = drafted.recorded
-            drafts = {"held_out": Blocks(batch.anchors, batch.valid, recorded=recorded)}
+            batch, reading = self._read(batch)
+            drafts = {"held_out": Blocks(batch.anchors, batch.valid)}
             if self.carries:
+                drafted = self._blocks(batch, reading)
                 drafts["held_out_carry_on"] = drafted
-                drafts["held_out_carry_off"] = Blocks(
-                    drafted.anchors, drafted.valid, recorded=recorded
-                )
+                drafts["held_out_carry_off"] = Blocks(drafted.anchors, drafted.valid)
                 if isinstance(drafted.carry, Carry):
                     share += carried_share(self.drafter, batch, drafted)
             for name, blocks in drafts.items():
-                labels = self._label(batch, blocks)
+                labels = self._label(batch, blocks, reading)
                 _, vector = self.objective(batch, blocks, labels, torch.ones(len(TERMS)))
                 sums[name] = sums.get(name, 0) + vector
         result: dict[str, Any] = {}

@@ -101,18 +101,29 @@ class NextTokens:
 
 
 @dataclass
+class Reading:
+    """The target's pass over recorded responses: what branches stand on.
+
+    hidden: [R, T, H], the last norm included; features: [R, T, nH_t]; prefix: keys and values of
+    every layer. Rows of padding mean nothing.
+    """
+
+    hidden: Tensor
+    features: Tensor
+    prefix: dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass
 class Verified:
     """The target's verdict on branches.
 
     features: [R, N, B, nH_t] at the proposed positions a+1 .. a+B; predicted: [R, N, B] int64,
-    the target's greedy token for each of those positions, given the branch before it; recorded:
-    [R, T, H], what `Verifier.read` gives, read on the way; next: what the target says after each
-    of them, where it was asked for.
+    the target's greedy token for each of those positions, given the branch before it; next: what
+    the target says after each of them, where it was asked for.
     """
 
     features: Tensor
     predicted: Tensor
-    recorded: Tensor
     next: NextTokens | None = None
 
 
@@ -138,25 +149,28 @@ class Verifier:
         target.set_attn_implementation(ATTENTION)
 
     @torch.no_grad()
-    def read(self, token_ids: Tensor) -> Tensor:
-        """Last hidden states on recorded responses, the last norm included: [R, T] -> [R, T, H]."""
-        return self._read(_State(), token_ids)
+    def read(self, token_ids: Tensor) -> Reading:
+        """One pass over responses token_ids [R, T], right-padded."""
+        state = _State()
+        with captured(self.stack, self.feature_layers) as outputs:
+            out = self.stack(input_ids=token_ids, use_cache=False, branches=state)
+        features = torch.cat([outputs[i] for i in self.feature_layers], -1)
+        return Reading(out.last_hidden_state, features, state.prefix)
 
     @torch.no_grad()
     def __call__(
-        self, token_ids: Tensor, anchors: Tensor, proposals: Tensor, next_tokens: int = 0
+        self, reading: Reading, anchors: Tensor, proposals: Tensor, next_tokens: int = 0
     ) -> Verified:
-        """Verify proposals [R, N, B] that follow `anchors` [R, N] in token_ids [R, T].
+        """Verify proposals [R, N, B] that follow `anchors` [R, N] in the responses of `reading`.
 
-        Rows are right-padded; padding is never read, since a prefix ends at its anchor.
+        Padding is never read, since a prefix ends at its anchor.
         next_tokens: k of `Verified.next`, 0 for none.
         """
-        state = _State()
-        prefix = self._read(state, token_ids)
-        at_anchor = prefix.gather(1, anchors[..., None].expand(-1, -1, prefix.shape[-1]))
+        read = reading.hidden
+        at_anchor = read.gather(1, anchors[..., None].expand(-1, -1, read.shape[-1]))
         chunk = max(1, CHUNK_TOKENS // (proposals.shape[0] * proposals.shape[2]))
         parts = [
-            self._branches(state, a, p)
+            self._branches(reading.prefix, a, p)
             for a, p in zip(anchors.split(chunk, 1), proposals.split(chunk, 1), strict=True)
         ]
         hidden = torch.cat([part[0] for part in parts], 1)  # [R, N, B, H]
@@ -166,19 +180,17 @@ class Verifier:
         if next_tokens == 0:
             rows = rows[:, :, :-1]  # the last one predicts past the proposals
             predicted = predict(rows.flatten(0, 2), self.head).view(proposals.shape)
-            return Verified(features, predicted, prefix)
+            return Verified(features, predicted)
         flat = _most_probable(rows.flatten(0, 2), self.head, next_tokens)
         greedy, ids, weights = (x.unflatten(0, rows.shape[:3]) for x in flat)
         following = NextTokens(ids[:, :, 1:], weights[:, :, 1:])
-        return Verified(features, greedy[:, :, :-1], prefix, following)
+        return Verified(features, greedy[:, :, :-1], following)
 
-    def _read(self, state: _State, token_ids: Tensor) -> Tensor:
-        out = self.stack(input_ids=token_ids, use_cache=False, branches=state)
-        return out.last_hidden_state
-
-    def _branches(self, state: _State, anchors: Tensor, proposals: Tensor) -> tuple[Tensor, Tensor]:
+    def _branches(
+        self, prefix: dict[int, tuple[Tensor, Tensor]], anchors: Tensor, proposals: Tensor
+    ) -> tuple[Tensor, Tensor]:
         shape = proposals.shape
-        state = _State(state.prefix, anchors)
+        state = _State(prefix, anchors)
         with captured(self.stack, self.feature_layers) as outputs:
             hidden = self.stack(
                 input_ids=proposals.flatten(1),
