@@ -303,6 +303,10 @@ class Training(Section):
         description="cached (written once by the stage features) | online (the target's forward "
         "pass in every step, nothing on disk).",
     )
+    attention: Literal["auto", "dense", "flex"] = Field(
+        default="auto",
+        description="Kernel of block attention: auto (flex on CUDA, dense on CPU) | dense | flex.",
+    )
     max_length: Annotated[int, Field(ge=2)] = Field(
         default=384, description="Tokens of prompt and response; longer ones are cut."
     )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from carryover.drafter import layout
+from carryover.drafter.attention import Kernel, Visible, block_attention
 from carryover.drafter.config import DrafterConfig
 from carryover.drafter.markov import ConfidenceHead, MarkovHead
 
@@ -95,34 +96,24 @@ class Attention(nn.Module):
         positions: Tensor,
         context: Tensor,
         context_positions: Tensor,
-        context_visible: Tensor,
+        visible: Visible,
         carried: Tensor | None,
-        carry: Carry | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        carried_positions: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Visible]:
         """The arguments of `block_attention`, carried rows first among a block's own keys.
 
         x: [R, N, S, H] normed slot states at positions [R, N, S]; context: [R, T, H] normed fc
-        outputs at context_positions [R, T], seen where context_visible [R, N, T]; carried:
-        [R, N, B, H] normed projections of the carried rows.
+        outputs at context_positions [R, T]; carried: [R, N, B, H] normed projections of the
+        carried rows at carried_positions [R, N, B].
         """
         q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)))
         q = self.rotary(q, positions)
         own_k, own_v = self.keys_values(x, positions)
-        own_visible = torch.ones(*x.shape[:3], dtype=torch.bool, device=x.device)
-        if carried is not None and carry is not None:
-            carried_k, carried_v = self.keys_values(carried, carry.positions)
+        if carried is not None and carried_positions is not None:
+            carried_k, carried_v = self.keys_values(carried, carried_positions)
             own_k, own_v = torch.cat((carried_k, own_k), 2), torch.cat((carried_v, own_v), 2)
-            own_visible = torch.cat((carry.visible, own_visible), 2)
         context_k, context_v = self.keys_values(context, context_positions)
-        return (
-            q,
-            context_k,
-            context_v,
-            context_visible[:, :, None],
-            own_k,
-            own_v,
-            own_visible[:, :, None],
-        )
+        return q, context_k, context_v, own_k, own_v, visible
 
     def forward(self, *inputs: Any) -> Tensor:
         """One attention output per slot, [R, N, S, H]; the inputs are those of `parts`."""
@@ -133,57 +124,11 @@ class Attention(nn.Module):
 
         It is what attention gives when values are one on carried rows and zero elsewhere.
         """
-        q, context_k, context_v, context_visible, own_k, own_v, own_visible = self.parts(*inputs)
+        q, context_k, context_v, own_k, own_v, visible = self.parts(*inputs)
         on_carried = torch.zeros_like(own_v)
         on_carried[:, :, : own_v.shape[2] - q.shape[2]] = 1
         nothing = torch.zeros_like(context_v)
-        share = block_attention(
-            q, context_k, nothing, context_visible, own_k, on_carried, own_visible
-        )
-        return share[..., 0]
-
-
-def block_attention(
-    q: Tensor,
-    context_k: Tensor,
-    context_v: Tensor,
-    context_visible: Tensor,
-    own_k: Tensor,
-    own_v: Tensor,
-    own_visible: Tensor,
-    scale: float | None = None,
-) -> Tensor:
-    """Softmax attention of blocks over a shared context and each block's own keys.
-
-    The scores of the two parts are computed apart, since a block's own keys are seen by no other
-    block: a dense mask over all blocks' keys would spend N times the work on them.
-
-    q: [R, N, S, heads, D]; context_k, context_v: [R, T, kv_heads, D]; own_k, own_v:
-    [R, N, J, kv_heads, D]; context_visible: [R, N, S or 1, T] and own_visible: [R, N, S or 1, J],
-    bool, each query seeing something. Returns [R, N, S, heads, D].
-    """
-    rows, blocks, size, heads, dim = q.shape
-    kv_heads, length, own = context_k.shape[2], context_k.shape[1], own_k.shape[2]
-    group = heads // kv_heads
-    # [R, kv, N, G, S, D]: a group's queries share a key head.
-    q = q * (dim**-0.5 if scale is None else scale)
-    q = q.unflatten(3, (kv_heads, group)).permute(0, 3, 1, 4, 2, 5)
-    context_scores = q.reshape(rows, kv_heads, -1, dim) @ context_k.permute(0, 2, 3, 1)
-    own_scores = q.reshape(rows, kv_heads, blocks, group * size, dim) @ own_k.permute(0, 3, 1, 4, 2)
-    shape = (rows, kv_heads, blocks, group, size)
-    scores = torch.cat((context_scores.view(*shape, length), own_scores.view(*shape, own)), -1)
-    queries = max(context_visible.shape[2], own_visible.shape[2])
-    parts = (v.expand(-1, -1, queries, -1) for v in (context_visible, own_visible))
-    visible = torch.cat(tuple(parts), -1)[:, None, :, None]
-    # torch's CPU and CUDA softmax of bf16 works in fp32 and rounds once.
-    weights = scores.masked_fill_(~visible, float("-inf")).softmax(-1)
-    context_weights, own_weights = weights.split((length, own), -1)
-    out = context_weights.reshape(rows, kv_heads, -1, length) @ context_v.permute(0, 2, 1, 3)
-    own_out = own_weights.reshape(rows, kv_heads, blocks, group * size, own) @ own_v.permute(
-        0, 3, 1, 2, 4
-    )
-    out = out.view(*shape, dim) + own_out.view(*shape, dim)
-    return out.permute(0, 2, 4, 1, 3, 5).reshape(rows, blocks, size, heads, dim)
+        return block_attention(q, context_k, nothing, own_k, on_carried, visible)[..., 0]
 
 
 class MLP(nn.Module):
@@ -225,6 +170,7 @@ class Drafter(nn.Module):
     """
 
     embedding: Tensor  # [V, H], the target's
+    kernel: Kernel = "auto"
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -272,15 +218,25 @@ class Drafter(nn.Module):
         length = features.shape[1]
         context = self.project(features)
         context_positions = torch.arange(length, device=anchors.device).expand(len(anchors), -1)
-        visible = layout.context_visible(anchors, length)
         x = F.embedding(ids, self.embedding)
         if isinstance(carry, Hints):
             x = torch.where(carry.exists[..., None], carry.embedded(self.embedding), x)
         rows = carry if isinstance(carry, Carry) else None
         carried = None if rows is None else self.project_carried(rows.features)
+        visible = self._visible(anchors, length, None if rows is None else rows.visible)
+        at = None if rows is None else rows.positions
         for block in self.layers:
-            x = block(x, positions, context, context_positions, visible, carried, rows)
+            x = block(x, positions, context, context_positions, visible, carried, at)
         return self.norm(x)[:, :, layout.predicting_slots(config.slot_layout, config.proposals)]
+
+    def _visible(self, anchors: Tensor, length: int, carried: Tensor | None) -> Visible:
+        """A slot sees the context before its anchor, the carried rows, and its own block."""
+        size = layout.slots(self.config.slot_layout, self.config.proposals)
+        own = anchors.new_ones(*anchors.shape, size, dtype=torch.bool)
+        if carried is not None:
+            own = torch.cat((carried, own), 2)
+        context = layout.context_visible(anchors, length)
+        return Visible(context[:, :, None], own[:, :, None], self.kernel)
 
     def project_carried(self, features: Tensor) -> Tensor:
         """`project` for carried rows, told apart from committed ones by `carry_distinction`.

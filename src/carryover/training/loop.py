@@ -85,7 +85,9 @@ class Trainer:
         self.proposals = self.drafter.config.proposals
         self.verifier = None
         if self.carries or self.compares or self.settings.features == "online":
-            self.verifier = Verifier(model, list(self.drafter.config.target_layer_ids))
+            self.verifier = Verifier(
+                model, list(self.drafter.config.target_layer_ids), self.settings.attention
+            )
         self.objective = _Objective(self.drafter, self.vocabulary)
         self.engine = self._engine()
 
@@ -128,6 +130,7 @@ class Trainer:
                 torch.nn.init.normal_(module.carry_embedding, std=0.02, generator=noise)
         vocabulary = Vocabulary(head, observed)
         module.share(embedding)
+        module.kernel = self.settings.attention
         return module, vocabulary
 
     def _engine(self) -> Any:

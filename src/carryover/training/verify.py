@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from carryover.drafter.attention import Kernel, Visible, block_attention
 from carryover.drafter.layout import proposal_positions
-from carryover.drafter.model import block_attention
 from carryover.errors import CarryoverError
 from carryover.target.hidden import captured, fuse_norms
 from carryover.target.load import decoder_of
@@ -36,6 +36,25 @@ class _State:
 
     prefix: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     anchors: Tensor | None = None
+    kernel: Kernel = "auto"
+    _visible: dict[int | None, Visible] = field(default_factory=dict)
+
+    def visible(self, length: int, proposals: int, window: int | None) -> Visible:
+        """A branch sees its prefix of T = length positions up to its anchor, and itself causally;
+        both no further back than the layer's sliding window. One mask for all layers that share
+        a window."""
+        if window not in self._visible and self.anchors is not None:
+            anchors = self.anchors
+            positions = torch.arange(length, device=anchors.device)
+            before = (positions <= anchors[..., None])[:, :, None]  # [R, N, 1, T]
+            own = torch.ones(proposals, proposals, dtype=torch.bool, device=anchors.device).tril()
+            if window is not None:
+                at = proposal_positions(anchors, proposals)[..., None]  # [R, N, B, 1]
+                before = before & (positions > at - window)
+                own = own & own.triu(1 - window)
+            own = own.expand(*anchors.shape, proposals, proposals)
+            self._visible[window] = Visible(before, own, self.kernel)
+        return self._visible[window]
 
 
 def _attention(
@@ -69,19 +88,11 @@ def _attention(
         )
         return out.transpose(1, 2), None
     anchors = branches.anchors
-    shape = anchors.shape
-    q, k, v = (x.transpose(1, 2).unflatten(1, (shape[1], -1)) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2).unflatten(1, (anchors.shape[1], -1)) for x in (query, key, value))
     proposals = q.shape[2]
     prefix_k, prefix_v = branches.prefix[index]
-    positions = torch.arange(prefix_k.shape[1], device=q.device)
-    before = (positions <= anchors[..., None])[:, :, None]  # [R, N, 1, T]
-    own = torch.ones(proposals, proposals, dtype=torch.bool, device=q.device).tril()
-    if sliding_window is not None:
-        at = proposal_positions(anchors, proposals)[..., None]  # [R, N, B, 1]
-        before = before & (positions > at - sliding_window)
-        own = own & own.triu(1 - sliding_window)
-    own = own.expand(*shape, proposals, proposals)
-    out = block_attention(q, prefix_k, prefix_v, before, k, v, own, scaling)
+    visible = branches.visible(prefix_k.shape[1], proposals, sliding_window)
+    out = block_attention(q, prefix_k, prefix_v, k, v, visible, scaling)
     return out.flatten(1, 2), None
 
 
@@ -142,7 +153,8 @@ def _most_probable(hidden: Tensor, head: Tensor, count: int) -> tuple[Tensor, Te
 class Verifier:
     """A frozen target, its captured layers and its head."""
 
-    def __init__(self, target: Any, feature_layers: list[int]) -> None:
+    def __init__(self, target: Any, feature_layers: list[int], kernel: Kernel = "auto") -> None:
+        self.kernel = kernel
         self.stack = fuse_norms(decoder_of(target))
         self.head: Tensor = target.get_output_embeddings().weight
         self.feature_layers = feature_layers
@@ -190,7 +202,7 @@ class Verifier:
         self, prefix: dict[int, tuple[Tensor, Tensor]], anchors: Tensor, proposals: Tensor
     ) -> tuple[Tensor, Tensor]:
         shape = proposals.shape
-        state = _State(prefix, anchors)
+        state = _State(prefix, anchors, self.kernel)
         with captured(self.stack, self.feature_layers) as outputs:
             hidden = self.stack(
                 input_ids=proposals.flatten(1),
