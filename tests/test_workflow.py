@@ -111,7 +111,6 @@ def test_paper_scale_is_planned_on_slurm(copy: Path) -> None:
         "train_prompts": 1,
         "evaluation_prompts": 1,
         "responses": 2,
-        "features": 2,
         "train_baseline": 4,
         "train_further": 8,
         "export": 12,
