@@ -24,7 +24,7 @@ SIZE = 3
 
 @st.composite
 def responses(draw):
-    """(token ids, [(anchor, accepted), ...]) of one response, its anchors distinct and ascending."""
+    """Token ids of one response, and its anchors, ascending, each with what is accepted there."""
     length = draw(st.integers(2, 14))
     ids = draw(st.lists(st.integers(0, VOCABULARY - 2), min_size=length, max_size=length))
     where = st.lists(st.integers(0, length - 2), min_size=1, max_size=3, unique=True)
