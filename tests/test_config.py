@@ -323,7 +323,7 @@ def test_batch_divides_over_ranks(nodes, ranks, micro_batch):
     ("override", "line"),
     [
         ("training.held_out=1200", "must be below prompts.train.count (1200)"),
-        ("training.held_out=1999", "more than the 1 responses that prompts.train.count"),
+        ("training.held_out=1199", "more than the 1 responses that prompts.train.count"),
         ("benchmark.prompts=21", "more than prompts.evaluation.prompts_per_dataset (20)"),
         ("benchmark.max_tokens=1024", "must be below max_model_len (1024)"),
         ("responses.max_model_len=40", "responses.max_tokens: 40 leaves no room for a prompt"),
