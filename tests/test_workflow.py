@@ -148,7 +148,6 @@ def test_unwritable_results_are_one_readable_line(copy: Path, results: str) -> N
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ("drafters: {DFlash: {initialize: 'path:released'}}", "drafters.DFlash.initialize"),
         ("drafters: {M: {kind: markov}}", "drafters.M.kind"),
         ("carry: {rows: draft_tokens}", "carry.rows"),
         ("carry: {distinction: none}", "carry.distinction"),

@@ -32,10 +32,7 @@ def test_each_planned_setting_is_named_with_what_can_be_trained() -> None:
     with pytest.raises(CarryoverError, match=r"drafters\.B\.kind: markov is planned"):
         refuse_planned(config(drafters))
     refuse_planned(config(drafters), ["A"])
-    released = config({"A": {"kind": "dflash", "initialize": "path:dir"}})
-    with pytest.raises(CarryoverError, match=r"drafters\.A\.initialize: path:dir .*target_last"):
-        refuse_planned(released, ["A"], ["baseline"])
-    for name in ("random", "target_last_layers"):
+    for name in ("random", "target_last_layers", "path:dir", "hub:a/b@c"):
         refuse_planned(config({"A": {"kind": "dflash", "initialize": name}}))
 
 

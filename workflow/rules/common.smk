@@ -18,7 +18,7 @@ os.environ.update(
 from carryover.artifacts import check_folder, write_json
 from carryover.config import config_from_dict
 from carryover.errors import CarryoverError
-from carryover.identity import stage_code
+from carryover.identity import source_content, stage_code
 from carryover.paths import Paths
 from carryover.training.planned import refuse_planned
 
@@ -92,6 +92,13 @@ def several_nodes():
 def trained(variant):
     """The small file that names the last checkpoint of a finished training."""
     return str(paths.trained("{target}", "{drafter}", variant))
+
+
+def released(given):
+    """The manifest of the released drafter that a baseline starts from, if it starts from one."""
+    if not settings.drafters[given.drafter].released:
+        return []
+    return manifest(paths.released(given.target, given.drafter))
 
 
 def drafter(variant):

@@ -49,7 +49,7 @@ class DrafterConfig:
     def architectures(self) -> list[str]:
         """vLLM takes the first that it knows. Its own class may stand in for a plain DFlash only:
         it would serve a drafter with carry, or without q/k norms, wrongly and silently."""
-        plain = self.qk_norm and not self.carry
+        plain = self.qk_norm and not self.carry and self.slot_layout == "fill_in"
         return [PLUGIN_ARCHITECTURE] + ([STOCK_ARCHITECTURE] if plain else [])
 
     def with_carry(self, distinction: str) -> "DrafterConfig":

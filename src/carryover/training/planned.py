@@ -23,9 +23,6 @@ def refuse_planned(
         drafter = config.drafters[name]
         if drafter.kind != "dflash":
             raise _planned(f"drafters.{name}.kind", drafter.kind, "dflash")
-        if drafter.initialize.startswith("path:"):
-            key = f"drafters.{name}.initialize"
-            raise _planned(key, drafter.initialize, "random or target_last_layers")
     if "carryover" in variants:
         if config.carry.rows != "hidden_states":
             raise _planned("carry.rows", config.carry.rows, "hidden_states")
