@@ -174,7 +174,7 @@ def test_several_files_are_one_checkpoint(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert set(formats.read(folder).tensors) == set(tensors)
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CarryoverError, match="cannot be read.*00002-of-00002"):
+    with pytest.raises(CarryoverError, match=r"cannot be read.*00002-of-00002"):
         formats.read(folder)
 
 
@@ -204,7 +204,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (write.zlab(320, markov_rank=8), "markov_rank .*does not know"),
     # z-lab's section.
     *(
-        (write.zlab(320, dflash_config={"mask_token_id": 3, "target_layer_ids": [0, 2], **extra}), m)
+        (
+            write.zlab(
+                320, dflash_config={"mask_token_id": 3, "target_layer_ids": [0, 2], **extra}
+            ),
+            m,
+        )
         for extra, m in (
             ({"causal": True}, "dflash_config.causal to true"),
             ({"use_swa": True, "swa_window_size": 64}, "dflash_config.use_swa"),
@@ -274,7 +279,7 @@ ALL = {
     "speculators": write.speculators(320, "dspark"),
 }
 # Keys that other projects' drafters have, and any.
-FOREIGN = ["use_tree_pos_emb", "use_q_head", "log_snr_conditioning", "norm_before_fc", "selector_rank"]
+FOREIGN = ["use_tree_pos_emb", "use_q_head", "log_snr_conditioning", "norm_before_fc"]
 KEYS = st.sampled_from(FOREIGN) | st.text("abcdefghijklmnopqrstuvwxyz_", min_size=8)
 VALUES = st.booleans() | st.integers() | st.text() | st.lists(st.integers(), max_size=2)
 
@@ -451,7 +456,9 @@ def test_zero_steps_leave_it_as_it_is_and_further_phases_go_on_from_it(recorded:
     run(path, "released")
     run(path, "train", "--variant", "baseline")
     run(path, "export", "--variant", "baseline")
-    exported = load_file(Paths(config).drafter("tiny", "as-it-is", "baseline") / "model.safetensors")
+    exported = load_file(
+        Paths(config).drafter("tiny", "as-it-is", "baseline") / "model.safetensors"
+    )
     given = load_file(source / "model.safetensors")
     assert set(exported) == set(given)
     for name, value in given.items():
@@ -543,14 +550,18 @@ def test_a_markov_drafter_needs_its_kind(recorded: Path) -> None:
     with pytest.raises(CarryoverError) as caught:
         released.check(formats.read(source), settings, "tiny", "markov")
     assert caught.value.fix == (
-        "Set drafters.markov.kind to markov (now dflash), drafters.markov.markov_rank to 8 (now 256)."
+        "Set drafters.markov.kind to markov (now dflash), "
+        "drafters.markov.markov_rank to 8 (now 256)."
     )
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (write.zlab(VOCABULARY, num_target_layers=36), "target_blocks is 36, and the target's is 4"),
+        (
+            write.zlab(VOCABULARY, num_target_layers=36),
+            "target_blocks is 36, and the target's is 4",
+        ),
         (write.zlab(512), "vocab_size is 512, and the target's is 320"),
         (write.zlab(VOCABULARY, hidden_size=128), "hidden_size is 128, and the target's is 64"),
         (write.zlab(VOCABULARY, target_hidden_size=32), "target_hidden_size is 32"),
@@ -610,7 +621,7 @@ def test_other_tensors_than_the_config_promises_are_named(
 
 def test_a_drafter_that_carries_starts_no_baseline(tmp_path: Path) -> None:
     save_drafter(tmp_path / "d", tiny_drafter(carry=True), None, None)
-    with pytest.raises(CarryoverError, match="reads carried rows.*baseline or control"):
+    with pytest.raises(CarryoverError, match=r"reads carried rows.*baseline or control"):
         formats.read(tmp_path / "d")
 
 
@@ -632,7 +643,7 @@ def test_another_drafter_at_the_same_path_is_another_input(recorded: Path, tmp_p
     made_with = checkpoint_config(config, "tiny", "swapped", "baseline")
 
     save_file(write.backbone(7), source / "model.safetensors")
-    with pytest.raises(CarryoverError, match="holds another drafter.*Run `carryover released`"):
+    with pytest.raises(CarryoverError, match=r"holds another drafter.*Run `carryover released`"):
         released_folder(config, "tiny", "swapped")
     released.run(config, target="tiny", drafter="swapped")
     assert input_identity(released_folder(config, "tiny", "swapped")) != first

@@ -96,8 +96,9 @@ class _Fields:
     def layer_ids(self, key: str, shift: int = 0) -> tuple[int, ...]:
         """Layer ids, lowered by `shift`: 0-based block outputs, increasing."""
         found = self.take(key, list)
-        ids = [i - shift if isinstance(i, int) else i for i in found]
-        if not all(isinstance(i, int) and i >= 0 for i in ids) or ids != sorted(set(ids)) or not ids:
+        ids = [i - shift for i in found if type(i) is int]
+        rising = ids == sorted(set(ids)) and len(ids) == len(found) > 0
+        if not rising or ids[0] < 0:
             raise self._error(
                 f"has {self._at}{key}: {json.dumps(found)}",
                 "carryover reads outputs of the target's blocks, in increasing order (not the "
@@ -140,8 +141,8 @@ class _Fields:
 def detect(config: dict[str, Any]) -> str:
     """The format that a config.json is in: a key of `READERS`. Raises CarryoverError for others.
 
-    The marks are looked for in this order: speculators names its class DFlashDraftModel too, and our
-    own checkpoints name every class that serves them.
+    The marks are looked for in this order: speculators calls its class DFlashDraftModel too, and
+    our own checkpoints name every class that serves them.
     """
     architectures = config.get("architectures") or []
     if "carryover" in config:
@@ -401,7 +402,7 @@ def _with_tensors(
     back = tensors.pop(BACK_MAP, None)
     size, given = fields.pop("draft_vocab_size", None), tensors.get(MAP)
     reduced = size is not None and size != fields["vocab_size"]
-    if given is None and reduced or given is not None and (not reduced or len(given) != size):
+    if (0 if given is None else len(given)) != (size if reduced else 0):
         found = "has no d2t" if given is None else f"has d2t of {len(given)} entries"
         raise CarryoverError(
             f"{folder} {found}, and its draft_vocab_size is {size} of {fields['vocab_size']}",

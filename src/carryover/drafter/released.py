@@ -54,14 +54,15 @@ def run(config: Config, *, target: str, drafter: str) -> None:
     found = formats.read(source)
     settings = check(found, config, target, drafter)
     # All tensors of a drafter have one type: the widest, so that none is rounded.
-    floating = [t.dtype for t in found.tensors.values() if t.is_floating_point()]
-    module = Drafter(settings).to(functools.reduce(torch.promote_types, floating))
+    types = [t.dtype for t in found.tensors.values() if t.is_floating_point()] or [torch.float32]
+    module = Drafter(settings).to(functools.reduce(torch.promote_types, types))
     try:
         load_into(module, found.tensors)
     except CarryoverError as error:
         raise CarryoverError(
             f"{key}: {error.reason}", f"Its config.json ({found.format}) promises other tensors."
         ) from None
+    files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
     folder = paths.released(target, drafter)
     shutil.rmtree(folder, ignore_errors=True)
     save_drafter(folder, module, observed_ids(found.tensors), found.tensors.get(HEAD))
@@ -71,7 +72,7 @@ def run(config: Config, *, target: str, drafter: str) -> None:
         config=config.stage("released", target, drafter),
         started=started,
         seed=config.seed,
-        inputs={path.name: path for path in (source / "config.json", *source.glob("*.safetensors"))},
+        inputs={path.name: path for path in files},
         extra={"format": found.format, "content": source_content(wanted.initialize)},
     )
 
