@@ -10,8 +10,7 @@ from carryover.artifacts import write_json
 from carryover.config import Config
 from carryover.errors import CarryoverError
 from carryover.paths import Paths
-from carryover.training.planned import refuse_planned
-from carryover.training.result import trained_folder, write_trained
+from carryover.training.result import released_folder, trained_folder, write_trained
 
 # Set in the ranks that `run` starts under torchrun.
 RANK_MARK = "CARRYOVER_TRAINING_RANK"
@@ -23,10 +22,11 @@ def run(config: Config, *, target: str, drafter: str, variant: str) -> None:
     variant: baseline, control (further steps without carry) or carryover (further steps of
     parallel DVD). A run that was interrupted goes on from its newest intact checkpoint.
     """
-    refuse_planned(config, [drafter])
     if variant != "baseline":
         trained_folder(config, target, drafter, "baseline")
     if RANK_MARK not in os.environ:
+        if variant == "baseline" and config.drafters[drafter].released:
+            released_folder(config, target, drafter)
         # Until the end there is no finished training, whatever an earlier one has left.
         Paths(config).trained(target, drafter, variant).unlink(missing_ok=True)
     if RANK_MARK in os.environ or config.training.nodes * config.training.ranks == 1:

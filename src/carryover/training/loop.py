@@ -102,7 +102,8 @@ class Trainer:
         head = model.get_output_embeddings().weight.detach()
         embedding = model.get_input_embeddings().weight.detach()
         wanted = self.config.drafters[drafter]
-        if self.variant == "baseline":
+        starts_anew = self.variant == "baseline" and not wanted.released
+        if starts_anew:
             observed = None
             if wanted.vocabulary == "observed":
                 observed = observed_tokens(map(self.store.token_ids, self.rows))
@@ -123,8 +124,11 @@ class Trainer:
             if wanted.initialize == "target_last_layers":
                 initialize_from_target(module, model)
         else:
-            # Both go on from the baseline, with a fresh optimizer and scheduler (paper, Table 4).
+            # Control and carryover go on from the baseline, with a fresh optimizer and scheduler
+            # (paper, Table 4); a baseline may go on from a released drafter.
             folder = self.paths.training(target, drafter, "baseline") / "final"
+            if self.variant == "baseline":
+                folder = self.paths.released(target, drafter)
             drafter_config, tensors = load_tensors(folder)
             observed = observed_ids(tensors)
             if self.carries:
