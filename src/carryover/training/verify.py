@@ -115,9 +115,7 @@ class Verifier:
 
         Rows are right-padded; padding is never read, since a prefix ends at its anchor.
         """
-        state = _State()
-        # [R, T, H], the last norm included.
-        prefix = self.stack(input_ids=token_ids, use_cache=False, branches=state).last_hidden_state
+        state, prefix = self.prefill(token_ids)
         at_anchor = prefix.gather(1, anchors[..., None].expand(-1, -1, prefix.shape[-1]))
         chunk = max(1, CHUNK_TOKENS // (proposals.shape[0] * proposals.shape[2]))
         parts = [
@@ -129,6 +127,13 @@ class Verifier:
         rows = torch.cat((at_anchor[:, :, None], hidden[:, :, :-1]), 2)
         predicted = predict(rows.flatten(0, 2), self.head).view(proposals.shape)
         return Verified(torch.cat([part[1] for part in parts], 1), predicted)
+
+    @torch.no_grad()
+    def prefill(self, token_ids: Tensor) -> tuple[_State, Tensor]:
+        """Read token_ids [R, T]: their keys and values, and [R, T, H] with the last norm applied."""
+        state = _State()
+        hidden = self.stack(input_ids=token_ids, use_cache=False, branches=state).last_hidden_state
+        return state, hidden
 
     def _branches(self, state: _State, anchors: Tensor, proposals: Tensor) -> tuple[Tensor, Tensor]:
         shape = proposals.shape
