@@ -8,15 +8,16 @@ import shutil
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from carryover.artifacts import write_manifest
-from carryover.config import Config
-from carryover.config.stages import pick
-from carryover.paths import Paths
 from carryover.target.build import convert_gguf, link_checkpoint
 from carryover.target.load import DTYPES, decoder_of, load_target, load_tokenizer
 from carryover.target.source import find_source
 from carryover.target.validate import validate_target
+
+if TYPE_CHECKING:
+    from carryover.config import Config
 
 __all__ = ["DTYPES", "decoder_of", "load_target", "load_tokenizer", "run", "validate_target"]
 
@@ -27,6 +28,10 @@ def run(config: Config, *, target: str) -> None:
     The folder appears complete or not at all. Raises CarryoverError when the source is not there
     or does not fit `feature_layers` and `mask_token_id`.
     """
+    # Not above: a training step on given tensors reads this package too, and needs no pydantic.
+    from carryover.config.stages import pick
+    from carryover.paths import Paths
+
     started = datetime.now(UTC)
     settings = pick(config.targets, "target", target)
     source = find_source(settings.source, f"targets.{target}.source")

@@ -9,7 +9,6 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from carryover.errors import CarryoverError
-from carryover.prompts.render import render
 from carryover.target.load import load_tokenizer
 
 
@@ -47,6 +46,8 @@ def validate_target(
 
 def _structural_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, thinking: bool) -> set[int]:
     """Return the ids that every dialogue holds: those of the template and the ends of sequence."""
+    from carryover.prompts.render import render  # its package reads configs; see __init__.py
+
     ids = set(render(tokenizer, "", thinking=thinking))
     ids.update(
         i

@@ -1,16 +1,23 @@
-"""Train a drafter: `run` starts the ranks, `loop.Trainer` is what each of them does."""
+"""Train a drafter: `run` starts the ranks, `loop.Trainer` is what each of them does.
+
+The modules of a step (batch, dvd, objective, verify, ...) need torch and transformers alone, so what
+reads configs and results (pydantic) is imported where it is used.
+"""
+
+from __future__ import annotations
 
 import ctypes
 import os
 import socket
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 from carryover.artifacts import write_json
-from carryover.config import Config
 from carryover.errors import CarryoverError
-from carryover.paths import Paths
-from carryover.training.result import released_folder, trained_folder, write_trained
+
+if TYPE_CHECKING:
+    from carryover.config import Config
 
 # Set in the ranks that `run` starts under torchrun.
 RANK_MARK = "CARRYOVER_TRAINING_RANK"
@@ -22,6 +29,9 @@ def run(config: Config, *, target: str, drafter: str, variant: str) -> None:
     variant: baseline, control (further steps without carry) or carryover (further steps of
     parallel DVD). A run that was interrupted goes on from its newest intact checkpoint.
     """
+    from carryover.paths import Paths
+    from carryover.training.result import released_folder, trained_folder, write_trained
+
     if variant != "baseline":
         trained_folder(config, target, drafter, "baseline")
     if RANK_MARK not in os.environ:
@@ -44,7 +54,7 @@ def _train(config: Config, target: str, drafter: str, variant: str) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // config.training.ranks))
-        _keep_freed_memory()
+        keep_freed_memory()
     if RANK_MARK not in os.environ:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -66,7 +76,7 @@ def _train(config: Config, target: str, drafter: str, variant: str) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let glibc keep large freed blocks, which it would hand back to the kernel and fault in anew.
 
     Every step allocates the same tensors: measured 12 % of a baseline step on 2 cores.
@@ -80,6 +90,8 @@ def _keep_freed_memory() -> None:
 
 def _launch(config: Config, target: str, drafter: str, variant: str) -> None:
     """Start the ranks: torchrun on one node, `srun ... torchrun` on several (SLURM)."""
+    from carryover.paths import Paths
+
     settings = config.training
     resolved = Paths(config).training(target, drafter, variant) / "config.json"
     write_json(resolved, config.model_dump(mode="json"))

@@ -1,12 +1,16 @@
 """Recorded responses and their anchors, as padded tensors."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from carryover.features.store import Recorded
+if TYPE_CHECKING:  # the store needs pyarrow, which a step on given tensors does not
+    from carryover.features.store import Recorded
 
 
 @dataclass
@@ -23,7 +27,7 @@ class Batch:
     anchors: Tensor
     valid: Tensor
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> "Batch":
+    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """The same batch on a device, its features as `dtype`."""
         return Batch(
             token_ids=self.token_ids.to(device),

@@ -1,0 +1,1 @@
+"""Speed and memory of training: `python -m benchmarks.NAME` (README.md here)."""

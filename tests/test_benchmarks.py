@@ -1,0 +1,114 @@
+"""The benchmarks run, on toy shapes: what they would report, not how fast it is."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import flops
+from benchmarks.measure import in_turn, ratio
+from benchmarks.shapes import TINY, random_batch, random_drafter, random_target
+from carryover.training.dvd import Blocks
+from carryover.training.objective import draft_loss, label
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def run(name: str, out: Path, *options: str) -> dict:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--tiny", "--out", str(out), *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    content = json.loads(out.read_text())
+    assert content["benchmark"] == name
+    provenance = content["provenance"]
+    assert provenance["seed"] == 42 and provenance["packages"]["torch"] == torch.__version__
+    assert {"before", "after"} == set(provenance["load_average"])
+    return content
+
+
+def test_gpu_script_runs_on_cpu_and_its_two_attentions_agree(tmp_path: Path) -> None:
+    content = run("gpu_training", tmp_path / "gpu.json", "--rounds", "2")
+    assert content["attention"]["equal"]
+    assert content["attention"]["largest_difference"] < 1e-4
+    steps = content["steps"]
+    assert steps["anchors_per_s"]["baseline_step"] > steps["anchors_per_s"]["dvd_step"] > 0
+
+
+def test_gpu_script_needs_torch_and_transformers_alone() -> None:
+    """Its imports, in a process that cannot find what a bare GPU machine may lack."""
+    code = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in {'pydantic', 'pyarrow', 'deepspeed', 'vllm', 'pandas'}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+import benchmarks.gpu_training
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+
+
+def test_step_benchmark_runs(tmp_path: Path) -> None:
+    content = run("training_step", tmp_path / "step.json", "--rounds", "2")
+    steps = content["steps"]
+    assert 0 < steps["first_draft_accepted"] < 1
+    assert len(steps["times"]["dvd_step"]["seconds"]) == 2
+    if importlib.util.find_spec("speculators"):
+        for head in content["against_speculators"].values():
+            assert head["fp32_difference_of_loss_and_gradients"] < 1e-4
+
+
+def test_memory_benchmark_measures_one_case() -> None:
+    command = [sys.executable, "-m", "benchmarks.training_memory", "--tiny"]
+    command += ["--case", "dvd", "300", "32"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert measured["before_mib"] > 50 and measured["step_mib"] >= 0
+
+
+def test_all_steps_run_in_every_round_in_both_orders() -> None:
+    calls: list[str] = []
+    seconds = in_turn({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=2)
+    assert calls == ["b", "a", "a", "b", "b", "a"]
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}
+
+
+def test_ratio_is_of_sums_and_its_interval_is_paired() -> None:
+    slow_minute = [1.0, 1.0, 10.0, 1.0]
+    result = ratio([2 * s for s in slow_minute], slow_minute, seed=0)
+    assert result["ratio"] == result["low"] == result["high"] == 2.0
+    spread = ratio([1.0, 3.0], [1.0, 1.0], seed=0)
+    assert (spread["low"], spread["ratio"], spread["high"]) == (1.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_flops_are_those_of_torch_s_own_counter(carried: bool) -> None:
+    """Forward and backward of a drafter, against torch counting the products that it runs."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from carryover.drafter.model import Carry
+
+    shape = TINY
+    target = random_target(shape, 0, torch.float32)
+    drafter, vocabulary = random_drafter(shape, target, 0, None, carry=True)
+    batch = random_batch(shape, 0, torch.float32, "cpu", vocabulary)
+    blocks = Blocks(batch.anchors, batch.valid)
+    if carried:
+        size = (*batch.anchors.shape, shape.proposals)
+        blocks.carry = Carry(
+            torch.randn(*size, drafter.config.feature_size),
+            batch.anchors[..., None] + torch.arange(1, shape.proposals + 1),
+            torch.ones(size, dtype=torch.bool),
+        )
+    labels = label(batch, blocks, vocabulary, shape.proposals, 4.0)
+    with FlopCounterMode(display=False) as counter:
+        draft_loss(drafter, vocabulary, batch, blocks, labels).loss.backward()
+    want = counter.get_total_flops()
+    got = flops.draft(shape, shape.vocabulary, carried=carried, backward=True)
+    assert got == pytest.approx(want, rel=0.02)
