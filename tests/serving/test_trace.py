@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +167,7 @@ def test_features_of_every_row(runs: dict[str, Run], target: DenseTarget, name: 
     assert features.shape == (len(rows), len(checkpoints.FEATURE_LAYERS) * checkpoints.HIDDEN)
     places = rows.to_pylist()
     missing = 0
-    by_position: dict[int, set[int]] = defaultdict(set)
-    for request, (prompt, rounds) in enumerate(zip(PROMPTS, run.rounds, strict=True)):
+    for prompt, rounds in zip(PROMPTS, run.rounds, strict=True):
         for row, ids in sequences(rounds, prompt):
             if row["row"] is None:
                 missing += 1
@@ -181,12 +179,9 @@ def test_features_of_every_row(runs: dict[str, Run], target: DenseTarget, name: 
             assert [p["token"] for p in places[here]] == ids[first:]
             expected, _ = target(ids)
             torch.testing.assert_close(features[here], expected[first:], atol=1e-4, rtol=1e-4)
-            by_position[request] |= {p["position"] for p in places[here]}
-        for place in places:
-            if place["request"] == rounds[0]["request"]:
-                by_position[request].add(place["position"])
-        if name == "carryover":
-            assert by_position[request] >= set(range(len(prompt)))
+        found = {p["position"] for p in places if p["request"] == rounds[0]["request"]}
+        # The prompt's rows are there, too, unless vLLM skipped the drafter during prefill.
+        assert found >= set(range(len(prompt))) or name == "length limit"
     # Only where vLLM skipped the drafter are there none.
     assert (missing > 0) == (name == "length limit")
 
