@@ -97,6 +97,7 @@ def write_drafter(
     qk_norm: bool = True,
     draft_vocabulary: int | None = None,
     projector: bool = False,
+    markov_rank: int = 0,
     config: dict[str, Any] | None = None,
     without: tuple[str, ...] = (),
 ) -> Path:
@@ -132,6 +133,22 @@ def write_drafter(
         settings["draft_vocab_size"] = draft_vocabulary
         tensors["lm_head.weight"] = _normal(generator, draft_vocabulary, HIDDEN, scale=0.3)
         tensors["d2t"] = kept - torch.arange(draft_vocabulary)
+    if markov_rank:
+        # As large as the head's own scores, so that the token before decides as often as the state.
+        tensors |= {
+            "markov_head.markov_w1.weight": _normal(generator, vocabulary, markov_rank, scale=1.0),
+            "markov_head.markov_w2.weight": _normal(
+                generator, draft_vocabulary or vocabulary, markov_rank, scale=2 * markov_rank**-0.5
+            ),
+            "confidence_head.proj.weight": _normal(generator, 1, HIDDEN + markov_rank, scale=1.0),
+            "confidence_head.proj.bias": _normal(generator, 1, scale=1.0),
+        }
+        settings |= {
+            "markov_rank": markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
     for name in without:
         del tensors[name]
     return _write(folder, settings | (config or {}), tensors)

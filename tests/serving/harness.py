@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 PROMPT_LENGTHS = (5, 70, 23, 3, 41, 11)  # 70 is prefilled in two chunks (48 tokens a step)
 GENERATED = 48
+MARKOV_RANK = 16
 ACCEPTED = [3, 7, 0, 5, 1, 6, 2, 4]  # right proposals by round: R runs over 0 .. B
 
 
@@ -56,6 +57,12 @@ class Served:
             },
             "baseline": {"enabled": False},
             "baseline, no q/k norm": {"enabled": False, "qk_norm": False},
+            "carryover, Markov": {"markov_rank": MARKOV_RANK},
+            "baseline, Markov, draft vocabulary": {
+                "enabled": False,
+                "markov_rank": MARKOV_RANK,
+                "draft_vocabulary": 100,
+            },
         }
         folders = {
             name: checkpoints.write_drafter(folder / f"drafter-{index}", seed=1, **settings)
@@ -66,8 +73,11 @@ class Served:
         long = {"max_tokens": 2 * GENERATED + 32}
         jobs: dict[str, dict[str, Any]] = {"autoregressive": base | {"sampling": long}}
         for name, drafter in folders.items():
-            # A baseline needs no worker of ours.
-            jobs[name] = edited | {"drafter": drafter, "worker": "carryover" in name}
+            # A baseline needs no worker of ours, unless it has a Markov head.
+            worker = "carryover" in name or "Markov" in name
+            jobs[name] = edited | {"drafter": drafter, "worker": worker}
+            if name in ("carryover", "baseline"):  # the same weights
+                jobs[name] |= {"watch_kv": True, "llm": {"kv_cache_memory_bytes": 8 << 20}}
         carryover = folders["carryover"]
         folders |= dict.fromkeys(("preempted", "prefix caching", "own proposals"), carryover)
         jobs["preempted"] = edited | {

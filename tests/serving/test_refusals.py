@@ -80,6 +80,37 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "two devices": ({}, {"tensor_parallel_size": 2}, ["tensor_parallel_size", "2"]),
     "no worker": ({}, {"worker_cls": "auto", "start": True}, [f"--worker-cls {WORKER}"]),
+    "a Markov head and no worker": (
+        {"enabled": False, "markov_rank": 16},
+        {"worker_cls": "auto"},
+        ["Markov head", f"--worker-cls {WORKER}"],
+    ),
+    "a trace and no worker": (
+        {"enabled": False},
+        {"worker_cls": "auto", "additional_config": {"carryover_trace": {"folder": "trace"}}},
+        ["traced", f"--worker-cls {WORKER}"],
+    ),
+    "a trace of another form": (
+        {},
+        {"additional_config": {"carryover_trace": "trace"}},
+        ["carryover_trace", '{"folder": "DIR"'],
+    ),
+    "markov_rank not a number": ({"config": {"markov_rank": "256"}}, {}, ["markov_rank", "'256'"]),
+    "another kind of Markov head": (
+        {"markov_rank": 16, "config": {"markov_head_type": "gated"}},
+        {},
+        ["markov_head_type", "gated", "vanilla"],
+    ),
+    "another Markov rank": (
+        {"markov_rank": 16, "config": {"markov_rank": 8}},
+        {"start": True},
+        ["markov_head.markov_w1.weight", "[512, 16]", "[512, 8]"],
+    ),
+    "half a Markov head": (
+        {"markov_rank": 16, "without": ("markov_head.markov_w2.weight",)},
+        {"start": True},
+        ["markov_head.markov_w2.weight"],
+    ),
     "unknown vLLM": (
         {},
         {"start": True, "pretend_known": ["0.31.0"]},
@@ -125,6 +156,7 @@ ALLOWED = {
         {"config": {"carryover": FIELD | {"enabled": False, "rows": "target_tokens"}}},
         {},
     ),
+    "a Markov head": ({"markov_rank": 16}, {}),
 }
 
 

@@ -12,20 +12,23 @@ from vllm.config import VllmConfig
 
 from carryover.errors import CarryoverError
 from carryover.serving.plugin import WORKER
+from carryover.serving.trace_settings import TraceSettings
 
 _EXPORT_AGAIN = "Export the drafter again with `carryover export`."
 
 
 @dataclass(frozen=True)
 class DrafterSettings:
-    """What the `carryover` field of config.json says.
+    """What config.json says of the round: the field `carryover`, and the Markov head.
 
     enabled: rejected rows are carried (false: the same weights served as a plain DFlash drafter).
     qk_norm: the drafter's blocks normalise queries and keys, as Qwen3 does (false: as Llama).
+    markov_rank: width of the Markov head's embedding; 0: the block is proposed in parallel.
     """
 
     enabled: bool
     qk_norm: bool
+    markov_rank: int
 
     @classmethod
     def of(cls, hf_config: Any) -> DrafterSettings:
@@ -50,7 +53,25 @@ class DrafterSettings:
             raise CarryoverError(
                 f"`carryover.qk_norm` is {qk_norm!r}, not true or false", _EXPORT_AGAIN
             )
-        return cls(enabled=field["enabled"], qk_norm=qk_norm)
+        rank = getattr(hf_config, "markov_rank", None) or 0
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+            raise CarryoverError(f"`markov_rank` is {rank!r}, not a number from 0", _EXPORT_AGAIN)
+        kind = getattr(hf_config, "markov_head_type", "vanilla")
+        if rank and kind != "vanilla":
+            raise CarryoverError(
+                f"`markov_head_type` is {kind!r}, and only 'vanilla' is served",
+                "Use a drafter whose Markov head is a table of the token before.",
+            )
+        return cls(enabled=field["enabled"], qk_norm=qk_norm, markov_rank=rank)
+
+    @property
+    def needs_worker(self) -> str | None:
+        """What of this drafter vLLM's own worker would leave out; None where nothing."""
+        if self.enabled:
+            return "carries rejected states over, which vLLM's own worker does not do"
+        if self.markov_rank:
+            return "has a Markov head, which vLLM's own worker would leave out"
+        return None
 
 
 def _check_carry(field: dict[str, Any]) -> None:
@@ -101,9 +122,12 @@ def _check_engine(vllm_config: VllmConfig, drafter: Any, settings: DrafterSettin
             "carryover drafters are not served by vLLM's V2 model runner yet",
             "Set the environment variable VLLM_USE_V2_MODEL_RUNNER=0.",
         )
-    if settings.enabled and parallel.worker_cls != WORKER:
+    needed = settings.needs_worker
+    if needed is None and TraceSettings.of(vllm_config.additional_config) is not None:
+        needed = "is to be traced, which vLLM's own worker does not do"
+    if needed is not None and parallel.worker_cls != WORKER:
         raise CarryoverError(
-            "this drafter carries rejected states over, which vLLM's own worker does not do",
+            f"this drafter {needed}",
             f"Add --worker-cls {WORKER} (LLM(..., worker_cls=...) in Python).",
         )
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
