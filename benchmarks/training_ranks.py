@@ -1,8 +1,8 @@
 """Training with one rank and with two: one core each against one core, and against one rank on two.
 
 The project's own launcher (`carryover train`: torchrun, DeepSpeed, gloo) trains a baseline of
-SmolLM2-135M's width on random responses, several times in turn. Anchors a second are the trainer's own (metrics.jsonl),
-the first interval left out. Needs two cores.
+SmolLM2-135M's width on random responses, several times in turn. Anchors a second are the trainer's
+own (metrics.jsonl), the first interval left out. Needs two cores.
 """
 
 from __future__ import annotations
@@ -81,7 +81,16 @@ def train(base: Path, ranks: int, cores: int) -> list[float]:
     shutil.rmtree(folder, ignore_errors=True)
     allowed = sorted(os.sched_getaffinity(0))[:cores]
     done = subprocess.run(
-        [sys.executable, "-m", "carryover", "train", "--config", str(path), "--variant", "baseline"],
+        [
+            sys.executable,
+            "-m",
+            "carryover",
+            "train",
+            "--config",
+            str(path),
+            "--variant",
+            "baseline",
+        ],
         capture_output=True,
         text=True,
         preexec_fn=lambda: os.sched_setaffinity(0, allowed),

@@ -262,8 +262,8 @@ class Baseline(Section):
 
 
 class Further(Section):
-    steps: Count = Field(default=70, description="Optimizer steps on top of the baseline.")
-    learning_rate: Positive = Field(default=5.0e-4, description="Peak learning rate.")
+    steps: Count = Field(default=60, description="Optimizer steps on top of the baseline.")
+    learning_rate: Positive = Field(default=2.0e-4, description="Peak learning rate.")
 
 
 class DFlashLosses(Section):
@@ -410,8 +410,8 @@ class Benchmark(Section):
     temperatures: Annotated[list[NotNegative], Field(min_length=1), AfterValidator(_unique)] = (
         Field(default=[0], description="Sampling temperatures; a file of rows for each.")
     )
-    prompts: Count = Field(default=5, description="Prompts of each dataset.")
-    max_tokens: Count = Field(default=32, description="Generated tokens a prompt.")
+    prompts: Count = Field(default=4, description="Prompts of each dataset.")
+    max_tokens: Count = Field(default=24, description="Generated tokens a prompt.")
     warmup_prompts: CountOrZero = Field(
         default=1, description="Prompts run and not counted, per variant."
     )
