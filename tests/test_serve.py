@@ -78,7 +78,7 @@ class Server:
                 command, env=ENVIRONMENT, stdout=sink, stderr=sink, start_new_session=True
             )
 
-    def wait(self, seconds: float = 300) -> None:
+    def wait(self, seconds: float = 900) -> None:
         end = time.monotonic() + seconds
         while not self.healthy():
             if self.process.poll() is not None or time.monotonic() > end:
@@ -205,6 +205,7 @@ def test_metrics_count_drafts(server: Server) -> None:
         extra_body={"ignore_eos": True},
     )
     assert answer.usage is not None and answer.usage.completion_tokens == 50
+    server.idle()  # the last round is counted
     grown = {name: value - before.get(name, 0) for name, value in server.metrics().items()}
     drafts = grown["vllm:spec_decode_num_drafts_total"]
     accepted = grown["vllm:spec_decode_num_accepted_tokens_total"]
