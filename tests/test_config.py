@@ -111,7 +111,7 @@ def test_test_config_is_a_small_overlay():
     assert config.training.baseline.steps == 30
     assert config.training.further.steps == 12
     # Not in the overlay, so from the default.
-    assert config.training.further.learning_rate == 5.0e-4
+    assert config.training.further.learning_rate == 2.0e-4
     assert set(config.targets) == {TARGET}
 
 
