@@ -303,14 +303,14 @@ def test_initial_weights_are_deepspecs():
     drafter = markov_drafter()
     initialize_random(drafter, 3)
     for weight in (drafter.markov_head.markov_w1.weight, drafter.markov_head.markov_w2.weight):
-        assert 0.015 < float(weight.std()) < 0.025
+        assert 0.015 < weight.std().item() < 0.025
     assert not drafter.confidence_head.proj.bias.any()
 
 
 @pytest.mark.parametrize("kind", ["dflash", "markov"])
 def test_a_handful_of_responses_is_learnt(kind: str) -> None:
     """The target's own greedy responses, to more than 0.9 (B + 1) tokens a round."""
-    target = tiny_target()
+    target = tiny_target("qwen3", seed=3)  # one that does not repeat itself
     with torch.no_grad():
         head_of(target).mul_(8)  # a sharp distribution, as real targets have
     torch.manual_seed(0)
@@ -319,7 +319,7 @@ def test_a_handful_of_responses_is_learnt(kind: str) -> None:
     with torch.no_grad():
         for _ in range(18):
             ids = torch.cat((ids, target(ids).logits[:, -1:].argmax(-1)), 1)
-    assert len(ids[:, 4:].unique()) > 15
+    assert len(ids[:, 4:].unique()) > 20
     batch = Batch(
         token_ids=ids,
         lengths=torch.full((4,), ids.shape[1]),
