@@ -136,7 +136,9 @@ def test_vllm_builds_the_same_dspark_drafter(tmp_path: Path, layout: str) -> Non
     assert found.fields["slot_layout"] == "anchor_first"
     own = {name: value for name, value in found.tensors.items() if name != "d2t"}
     for name, value in own.items():
-        assert torch.equal(loaded(built["tensors"], name).float(), value), name
+        # vLLM fills a head up to a multiple of 64 rows.
+        held = loaded(built["tensors"], name)[: len(value)]
+        assert torch.equal(held.float(), value), name
     if layout == "speculators":
         assert torch.equal(built["tensors"]["draft_id_to_target_id"], found.tensors["d2t"])
 

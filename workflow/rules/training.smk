@@ -12,9 +12,9 @@ rule released:
         f"{results}/logs/released/{{target}}/{{drafter}}.log",
     benchmark:
         f"{results}/benchmarks/released/{{target}}/{{drafter}}.tsv"
+    priority: 1
     conda:
         "../../envs/train.yaml"
-    priority: 1
     resources:
         mem_mb=8000,
         runtime=60,
