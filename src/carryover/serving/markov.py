@@ -49,6 +49,7 @@ class MarkovProposer(CarryoverProposer):
                 previous, drawn_from = self._sample_from_logits(
                     model.over_target_vocabulary(corrected), sampling_metadata
                 )
+                assert drawn_from is not None  # not all greedy
                 distributions.append(drawn_from)
             tokens.append(previous)
         chosen = torch.stack(tokens, dim=1).flatten()

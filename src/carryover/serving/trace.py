@@ -36,7 +36,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -272,7 +272,7 @@ class Recorder:
         requests = self._runner.input_batch.req_ids
         owners = [
             request
-            for request, start, end in zip(requests, starts, starts[1:], strict=True)
+            for request, (start, end) in zip(requests, pairwise(starts), strict=True)
             for _ in range(start, end)
         ]
         self._writer.add_rows(owners, positions.tolist(), tokens.tolist(), rows)
