@@ -104,7 +104,7 @@ class CarryoverDFlashSpeculator(DFlashSpeculator):
         )
 
     def _count_carried(self, batch: InputBatch, num_rejected: torch.Tensor) -> torch.Tensor | None:
-        if batch.num_draft_tokens == 0 or not self._carries():
+        if batch.num_draft_tokens == 0 or not self._settings.enabled:
             return None
         requests, proposals = batch.num_reqs, batch.num_draft_tokens
         device = num_rejected.device
@@ -116,7 +116,7 @@ class CarryoverDFlashSpeculator(DFlashSpeculator):
         rows = batch.logits_indices[torch.arange(proposals, device=device) + owner + 1]
         if batch.has_prefill:
             # Proposals in a step that starts inside the prefill are vLLM's padding.
-            prefilling = async_tensor_h2d(batch.is_prefilling_np[:requests], device=device)
+            prefilling = async_tensor_h2d(batch.is_prefilling_np, device, torch.bool)
             num_rejected = num_rejected.masked_fill(prefilling, 0)
         return carried_counts(
             num_rejected,
@@ -127,9 +127,10 @@ class CarryoverDFlashSpeculator(DFlashSpeculator):
             max_model_len=self.max_model_len,
         )
 
-    def _carries(self) -> bool:
-        settings: DrafterSettings = self.model.settings
-        return settings.enabled
+    @property
+    def _settings(self) -> DrafterSettings:
+        model: Any = self.model
+        return model.settings
 
     def prepare_context_anchor(self, input_batch: InputBatch, num_rejected: torch.Tensor) -> None:
         """As stock; also adds F(E_carry) to the carried rows, which F has just been applied to."""
@@ -138,8 +139,8 @@ class CarryoverDFlashSpeculator(DFlashSpeculator):
             return
         starts = input_batch.query_start_loc[: input_batch.num_reqs + 1]
         mask = carried_rows(starts, self._carried, input_batch.num_tokens)
-        states = self.hidden_states[: input_batch.num_tokens]
-        states += mask.unsqueeze(1) * self.model.carry_shift
+        shift: Any = self.model.carry_shift
+        self.hidden_states[: input_batch.num_tokens] += mask.unsqueeze(1) * shift
 
     def _prepare_eplb_forward(self, num_unpadded_tokens: int) -> None:
         """The last thing that the stock `propose` calls before the forward, eager or a graph."""
@@ -151,7 +152,7 @@ class CarryoverDFlashSpeculator(DFlashSpeculator):
             slots.view(requests, -1).sub_(shift)
             predicted = self.sample_pos[: requests * self.num_speculative_steps]
             predicted.view(requests, -1).sub_(shift)
-        if self.draft_logits is not None and self._requests is not None and self._carries():
+        if self.draft_logits is not None and self._requests is not None and self._settings.enabled:
             self._salt_seeds(self._requests)
         super()._prepare_eplb_forward(num_unpadded_tokens)
 
@@ -169,7 +170,7 @@ class CarryoverDSparkSpeculator(CarryoverDFlashSpeculator, DSparkSpeculator):
     """
 
     def _generate_draft(self, *args: Any, **kwargs: Any) -> None:
-        if self.model.settings.markov_rank:
+        if self._settings.markov_rank:
             super()._generate_draft(*args, **kwargs)
         else:
             # Nothing depends on the token before: all slots at once, as for DFlash.
