@@ -35,7 +35,9 @@ def run_script(script: str, arguments: list[str], results: Path, *, v2: bool = F
     """Run a script of this folder that writes `results` with torch.save, and read that."""
     command = [sys.executable, str(HERE / script), *arguments, str(results)]
     environment = ENVIRONMENT | (V2 if v2 else {})
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    finished = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=1800
+    )
     assert finished.returncode == 0, finished.stderr[-4000:]
     return torch.load(results)
 
