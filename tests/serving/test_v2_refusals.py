@@ -55,12 +55,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, list[str]]] = {
         "auto",
         ["Markov head", f"--worker-cls {WORKER}"],
     ),
-    "adaptive verification": (
-        ANCHOR_FIRST | {"markov_rank": 8},
-        DSPARK | {"enable_adaptive_verification": True},
-        WORKER,
-        ["enable_adaptive_verification"],
-    ),
     "top-k of the Markov head": (
         ANCHOR_FIRST | {"markov_rank": 8},
         DSPARK | {"dspark_draft_topk": 4},
