@@ -1,8 +1,8 @@
 """The V2 runner at T = 1: sampled tokens follow the target's distribution, enumerated exactly.
 
 With probabilistic drafts and carried rows that takes the noise of `round_seeds`. Why, and that vLLM
-does reuse noise where it is left out, is shown apart: an engine's bias is far smaller than the worked
-example's, and would take more samples than Triton's interpreter can make.
+does meet the same noise again without it, is shown apart: an engine's bias is far smaller than the
+worked example's, and would take more samples than Triton's interpreter can make.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def test_a_round_has_noise_of_its_own(everything: tuple) -> None:
 def test_the_worked_example_of_the_bias(fresh: bool, expected: float) -> None:
     """docs/serving.md, "Probabilistic drafts": how often token 0 comes out, where 1/2 is right.
 
-    The target has (1/2, 1/2). A position was proposed from (1/2, 1/2) behind a rejected token, and is
-    proposed again: from (3/4, 1/4) if the first choice was 0, from (1/2, 1/2) if it was 1.
+    The target has (1/2, 1/2). A position was proposed from (1/2, 1/2) behind a rejected token, and
+    is proposed again: from (3/4, 1/4) if the first choice was 0, from (1/2, 1/2) if it was 1.
     """
     generator = torch.Generator().manual_seed(0)
     draws = 200_000
