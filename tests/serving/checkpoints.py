@@ -98,6 +98,8 @@ def write_drafter(
     draft_vocabulary: int | None = None,
     projector: bool = False,
     markov_rank: int = 0,
+    slot_layout: str = "fill_in",
+    carry_scale: float = 1.0,
     config: dict[str, Any] | None = None,
     without: tuple[str, ...] = (),
 ) -> Path:
@@ -108,7 +110,7 @@ def write_drafter(
         "fc.weight": _normal(generator, HIDDEN, width, scale=width**-0.5),
         "hidden_norm.weight": 1 + _normal(generator, HIDDEN, scale=0.2),
         "norm.weight": 1 + _normal(generator, HIDDEN, scale=0.2),
-        "carry_embedding": _normal(generator, width, scale=1.0),
+        "carry_embedding": _normal(generator, width, scale=carry_scale),
     }
     if projector:
         tensors["carry_projector.weight"] = torch.zeros(HIDDEN, width)
@@ -126,8 +128,15 @@ def write_drafter(
         "tie_word_embeddings": False,
         "block_size": proposals + 1,
         "dflash_config": {"mask_token_id": vocabulary - 1, "target_layer_ids": FEATURE_LAYERS},
-        "carryover": {"enabled": enabled, "slot_layout": "fill_in", "qk_norm": qk_norm},
+        "carryover": {"enabled": enabled, "slot_layout": slot_layout, "qk_norm": qk_norm},
     }
+    if slot_layout == "anchor_first":
+        settings |= {
+            # vLLM turns a DSpark drafter without a name that it knows into DeepSeek-V4's.
+            "architectures": ["Qwen3CarryoverDSparkModel", "Qwen3DSparkModel"],
+            "block_size": proposals,
+            **settings.pop("dflash_config"),
+        }
     if draft_vocabulary is not None:
         kept = torch.randperm(vocabulary, generator=generator)[:draft_vocabulary].sort().values
         settings["draft_vocab_size"] = draft_vocabulary

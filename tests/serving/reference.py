@@ -139,7 +139,7 @@ class DenseTarget:
 
 @dataclass
 class DenseDrafter:
-    """A DFlash drafter, with carried rows if it is given any."""
+    """A DFlash or DSpark drafter, with carried rows if it is given any."""
 
     config: dict[str, Any]
     tensors: Tensors
@@ -147,6 +147,14 @@ class DenseDrafter:
     @classmethod
     def load(cls, folder: Path) -> DenseDrafter:
         return cls(*_load(folder))
+
+    @property
+    def anchor_first(self) -> bool:
+        return self.config["carryover"]["slot_layout"] == "anchor_first"
+
+    def predicting(self, states: torch.Tensor) -> torch.Tensor:
+        """Those of a block's states [slots, hidden] that predict: [proposals, hidden]."""
+        return states if self.anchor_first else states[1:]
 
     def __call__(
         self,
@@ -156,7 +164,9 @@ class DenseDrafter:
         embedding: torch.Tensor,
         proposals: int,
     ) -> torch.Tensor:
-        """Hidden states [1 + proposals, hidden] of the block, after the last norm.
+        """Hidden states [slots, hidden] of the block, after the last norm.
+
+        Slots are 1 + proposals for slot_layout fill_in, proposals for anchor_first.
 
         Args:
             committed: [L, width] target features of positions 0 .. L-1; the anchor is at L.
@@ -173,9 +183,10 @@ class DenseDrafter:
         context = torch.cat([committed, carry]) @ self.tensors["fc.weight"].T
         context = rms_norm(context, self.tensors["hidden_norm.weight"], epsilon)
         context_positions = torch.arange(context.shape[0])  # carried rows keep L .. L+R-1
-        positions = length + torch.arange(1 + proposals)
-        mask_id = self.config["dflash_config"]["mask_token_id"]
-        x = embedding[torch.tensor([anchor] + [mask_id] * proposals)]
+        masks = proposals - 1 if self.anchor_first else proposals
+        positions = length + torch.arange(1 + masks)
+        settings = self.config if self.anchor_first else self.config["dflash_config"]
+        x = embedding[torch.tensor([anchor] + [settings["mask_token_id"]] * masks)]
         for index in range(self.config["num_hidden_layers"]):
             qk_norm = self.config["carryover"].get("qk_norm", True)
             block = Block(self.tensors, f"layers.{index}", self.config, qk_norm)

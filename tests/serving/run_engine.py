@@ -1,7 +1,8 @@
 """Runs jobs in vLLM and writes down what happened: `python run_engine.py JOBS.json RESULTS.pt`.
 
 A process of its own, since vLLM binds threads and patches torch. The engines of all jobs live in
-this process, one after another, so that the drafter can be watched at work.
+this process, one after another, so that the drafter can be watched at work. The environment chooses
+the model runner, V1 or V2.
 
 A job (keys, all but the first optional):
     target, drafter   folders; without a drafter the target generates by itself
@@ -14,6 +15,7 @@ A job (keys, all but the first optional):
     record            keep every round's states
     watch_kv          with each round, what it did to the KV cache
     speculative       further keys of speculative_config
+    unsalted          draw probabilistic drafts with stock vLLM's noise
 A result: `error` (one line) or `outputs` (a list of ids a prompt), `rounds`, `accepted`, `drafts`,
 `hooks` (how many watch the samplers), `proposer` (its class).
 """
@@ -191,6 +193,56 @@ class Recorder:
             proposals[right] = truth[right] - 1 if truth[right] else 1
 
 
+class RecorderV2(Recorder):
+    """The same for the V2 model runner, whose drafter is a speculator."""
+
+    def __init__(self, llm: LLM, job: dict[str, Any], continuations: list[list[int]] | None):
+        core = llm.llm_engine.engine_core.engine_core
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.drafter = self.runner.speculator
+        self.prompts = [tuple(prompt) for prompt in job["prompts"]]
+        self.accepted = job.get("accepted")
+        self.continuations = continuations
+        self.rounds: list[dict[str, Any]] = []
+        self.turns = [0] * len(self.prompts)
+        self.cache = None
+        self.propose = self.drafter.propose
+        self.drafter.propose = self.watch_propose
+        self.drafter.model.register_forward_hook(self.watch_states)
+
+    def watch_propose(self, batch: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        proposals = self.propose(batch, *arguments, **options).clone()
+        num_sampled, num_rejected, last_sampled, next_prefill = arguments[4:8]
+        carried = getattr(self.drafter, "_carried", None)
+        requests, width = self.runner.req_states, self.drafter.num_query_per_req
+        for row in range(batch.num_reqs):
+            index = int(batch.idx_mapping[row])
+            length = int(requests.prompt_len.np[index])
+            prompt = tuple(requests.all_token_ids.gpu[index, :length].tolist())
+            request = self.prompts.index(prompt)
+            count = int(num_rejected[row])
+            first, end = batch.query_start_loc_np[row : row + 2].tolist()
+            anchor_position = int(batch.positions[end - 1]) + 1 - count
+            anchor = last_sampled[index, 0] if num_sampled[row] else next_prefill[0, index]
+            assert self.states is not None
+            self.rounds.append(
+                {
+                    "request": request,
+                    "rejected": batch.input_ids[end - count : end].tolist(),
+                    "carried": 0 if carried is None else int(carried[row]),
+                    "verified": batch.input_ids[first:end].tolist(),
+                    "anchor": int(anchor),
+                    "anchor_position": anchor_position,
+                    "states": self.states[row * width : (row + 1) * width].clone(),
+                    "proposals": proposals[row].tolist(),
+                    "batch": batch.num_reqs,
+                }
+            )
+            if self.continuations is not None:
+                self.edit(proposals[row], request, anchor_position)
+        return proposals
+
+
 def run(job: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
     arguments = LLM_ARGUMENTS | {"model": job["target"]} | job.get("llm", {})
     if "drafter" in job:
@@ -214,7 +266,10 @@ def run(job: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
     recorder = None
     if job.get("record") or source is not None:
         continuations = None if source is None else earlier[source]["outputs"]
-        recorder = Recorder(llm, job, continuations)
+        watcher = RecorderV2 if hasattr(runner, "speculator") else Recorder
+        recorder = watcher(llm, job, continuations)
+    if job.get("unsalted"):
+        runner.speculator._salt_seeds = lambda requests: None
     sampling = SamplingParams(
         **({"temperature": 0, "max_tokens": 40, "detokenize": False} | job.get("sampling", {}))
     )

@@ -21,7 +21,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "anchor-first slots": (
         {"config": {"carryover": FIELD | {"slot_layout": "anchor_first"}}},
         {},
-        ["carryover.slot_layout", "anchor_first", "fill_in"],
+        ["anchor_first", "method dspark", "'dflash'"],
+    ),
+    "unknown slots": (
+        {"config": {"carryover": FIELD | {"slot_layout": "diagonal"}}},
+        {},
+        ["carryover.slot_layout", "diagonal", "fill_in", "anchor_first"],
     ),
     "token hints": (
         {"config": {"carryover": FIELD | {"rows": "draft_tokens", "distinction": "none"}}},

@@ -21,6 +21,7 @@ from carryover.serving.checkpoint import (
     check_tensors,
 )
 from carryover.serving.drafter_config import DrafterSettings, check
+from carryover.serving.dspark import DSparkInterface
 
 
 class NoNorm(nn.Module):
@@ -78,7 +79,7 @@ class CarryoverDFlashModel(DFlashQwen3Model):
         return super()._normalize_context_k(all_k)
 
 
-class CarryoverDFlashForCausalLM(DFlashQwen3ForCausalLM):
+class CarryoverDFlashForCausalLM(DSparkInterface, DFlashQwen3ForCausalLM):
     """A carryover drafter, or with `carryover.enabled: false` a plain one, as vLLM loads it.
 
     carry_shift: [hidden_size], F(E_carry), added to the projected features of rejected rows. F has

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 
 from carryover.serving.drafter_config import DrafterSettings
-from carryover.serving.plugin import ARCHITECTURE
+from carryover.serving.plugin import ARCHITECTURE, DSPARK_ARCHITECTURE
 from carryover.serving.trace_settings import TraceSettings
 from carryover.serving.versions import require_known
 
@@ -25,19 +25,25 @@ class CarryoverWorker(PlatformWorker):
     """
 
     def init_device(self) -> None:
-        """As stock, then put the drafter's own proposer in the place of the stock DFlash one."""
+        """As stock, then put the drafter's own proposer or speculator in the stock one's place."""
         super().init_device()
         settings = self._drafter_settings()
         trace = TraceSettings.of(self.vllm_config.additional_config)
         if settings is None or (settings.needs_worker is None and trace is None):
             return
         require_known()
+        runner: Any = self.model_runner
+        # Imported late: under an unknown vLLM they may not even import.
         if self.use_v2_model_runner:
-            return  # the draft model refuses, with the line that says why
-        self.model_runner.drafter = self._proposer(settings, trace)
+            from carryover.serving.speculator import speculator_for
+
+            if settings.needs_worker is not None:
+                runner.speculator = speculator_for(settings)(self.vllm_config, runner.device)
+        else:
+            runner.drafter = self._proposer(settings, trace)
 
     def _proposer(self, settings: DrafterSettings, trace: TraceSettings | None) -> Any:
-        # Imported late: under an unknown vLLM they may not even import.
+        # Imported late, as above.
         from carryover.serving.markov import MarkovProposer
         from carryover.serving.proposer import CarryoverProposer
 
@@ -67,9 +73,9 @@ class CarryoverWorker(PlatformWorker):
     def _drafter_settings(self) -> DrafterSettings | None:
         """Of a drafter of ours; None with any other, and without one."""
         speculative = self.vllm_config.speculative_config
-        if speculative is None or speculative.method != "dflash":
+        if speculative is None or speculative.method not in ("dflash", "dspark"):
             return None
         drafter = speculative.draft_model_config.hf_config
-        if ARCHITECTURE not in (drafter.architectures or []):
+        if {ARCHITECTURE, DSPARK_ARCHITECTURE}.isdisjoint(drafter.architectures or []):
             return None
         return DrafterSettings.of(drafter)
