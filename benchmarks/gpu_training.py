@@ -50,7 +50,8 @@ def steps(shape: Shape, device: str, dtype: torch.dtype, rounds: int, seed: int)
     def first_draft() -> Tensor:
         with torch.no_grad():
             anchor_tokens = batch.token_ids.gather(1, batch.anchors)
-            return vocabulary.propose(drafter(anchor_tokens, batch.anchors, batch.features))
+            hidden = drafter(anchor_tokens, batch.anchors, batch.features)
+            return vocabulary.propose(hidden, anchor_tokens)
 
     def dvd() -> None:
         baseline.backward(draft_and_verify(drafter, vocabulary, verifier, batch))

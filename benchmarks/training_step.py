@@ -147,7 +147,8 @@ def shares_and_parts(shape: Shape, rounds: int, seed: int, size: int) -> dict[st
     def first_draft() -> torch.Tensor:
         with torch.no_grad():
             anchor_tokens = batch.token_ids.gather(1, batch.anchors)
-            return vocabulary.propose(drafter(anchor_tokens, batch.anchors, batch.features))
+            hidden = drafter(anchor_tokens, batch.anchors, batch.features)
+            return vocabulary.propose(hidden, anchor_tokens)
 
     proposals = first_draft()
 
