@@ -71,7 +71,7 @@ def backbone(seed: int, layers: int = LAYERS, one_k_norm: bool = False) -> dict[
             f"{at}self_attn.v_proj.weight": normal(KV_HEADS * HEAD_DIM, HIDDEN),
             f"{at}self_attn.o_proj.weight": normal(HIDDEN, HEADS * HEAD_DIM),
             f"{at}self_attn.q_norm.weight": norm(HEAD_DIM),
-            f"{at}self_attn.k_norm.weight": shared if one_k_norm else norm(HEAD_DIM),
+            f"{at}self_attn.k_norm.weight": shared.clone() if one_k_norm else norm(HEAD_DIM),
             f"{at}mlp.gate_proj.weight": normal(INNER, HIDDEN),
             f"{at}mlp.up_proj.weight": normal(INNER, HIDDEN),
             f"{at}mlp.down_proj.weight": normal(HIDDEN, INNER),
