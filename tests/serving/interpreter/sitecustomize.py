@@ -9,6 +9,7 @@ import os
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.backends import Backend, backends
+    from triton.runtime.interpreter import InterpreterBuilder
 
     class InterpreterDriver:
         @staticmethod
@@ -16,3 +17,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             return True
 
     backends["cpu"] = Backend(compiler=None, driver=InterpreterDriver)  # type: ignore[arg-type]
+
+    stock_store = InterpreterBuilder.create_masked_store
+
+    def store(self, pointers, value, mask, cache_policy):  # type: ignore[no-untyped-def]
+        """Triton 3.9's interpreter spreads a scalar truth value to int8, and then refuses a mask
+        that was combined with it, as vLLM does where it keeps the logits of drafts."""
+        mask.data = mask.data.astype(bool)
+        return stock_store(self, pointers, value, mask, cache_policy)
+
+    InterpreterBuilder.create_masked_store = store
