@@ -27,7 +27,9 @@ ACCEPTED = [3, 7, 0, 5, 1, 6, 2, 4]  # right proposals by round: R runs over 0 .
 def run_script(script: str, arguments: list[str], results: Path) -> Any:
     """Run a script of this folder that writes `results` with torch.save, and read that."""
     command = [sys.executable, str(HERE / script), *arguments, str(results)]
-    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=1800)
+    finished = subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=1800
+    )
     assert finished.returncode == 0, finished.stderr[-4000:]
     return torch.load(results)
 
