@@ -127,8 +127,8 @@ def _check_engine(vllm_config: VllmConfig, drafter: Any, settings: DrafterSettin
         raise CarryoverError(
             "load_format dummy reads no checkpoint, and so leaves the drafter without E_carry, d2t "
             "and the fused weights that vLLM's DFlash builds while reading",
-            "Write random tensors into a checkpoint to time a drafter; benchmarks/serving_latency.py "
-            "does.",
+            "To time a drafter, write random tensors into a checkpoint, as "
+            "benchmarks/serving_latency.py does.",
         )
     proposals = getattr(drafter, "block_size", 0) - 1
     if proposals < 1:
