@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks import flops
 from benchmarks.measure import Report, arguments, in_turn, matrix_products, ratio, summary
@@ -29,13 +28,14 @@ from benchmarks.shapes import (
     random_target,
 )
 from benchmarks.training_step import BaselineStep
+from carryover.drafter.attention import Kernel, Visible, block_attention
 from carryover.drafter.layout import context_visible
-from carryover.drafter.model import block_attention
 from carryover.training.dvd import draft_and_verify
 from carryover.training.verify import Verifier
 
 # Drafts of which the first token is right; the paper's drafters do better (its Table 1).
 RIGHT = 0.8
+KERNELS: tuple[Kernel, Kernel] = ("dense", "flex")
 
 
 def steps(shape: Shape, device: str, dtype: torch.dtype, rounds: int, seed: int) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def steps(shape: Shape, device: str, dtype: torch.dtype, rounds: int, seed: int)
     rate = max(count * rounds / sum(seconds[name]) for name, (_, count) in products.items())
     counted = {
         "baseline_step": flops.draft(shape, shape.vocabulary, carried=False, backward=True),
-        "verification": flops.prefill(shape) + flops.branches(shape, anchors * (1 + RIGHT)),
+        "verification": flops.prefill(shape) + flops.branches(shape, round(anchors * (1 + RIGHT))),
     }
     return {
         "anchors_per_s": {
@@ -111,8 +111,7 @@ def _peak_gib(step: Callable[[], Any], device: str) -> dict[str, float] | None:
 def attention(
     shape: Shape, device: str, dtype: torch.dtype, rounds: int, seed: int
 ) -> dict[str, Any]:
-    """One drafter layer's attention, forward and backward: the project's `block_attention` (scores
-    in full) against flex attention (masked tiles left out) with the same mask.
+    """One drafter layer's attention, forward and backward: both kernels of `block_attention`.
 
     Differences are relative to the largest entry of each tensor. On CPU torch's flex attention has
     no backward, so forward alone is compared.
@@ -133,31 +132,13 @@ def attention(
         )
     ]
     upstream = torch.randn(*own, shape.heads, shape.head_dim, device=device).to(dtype)
-    length = shape.length
+    seen = context_visible(anchors, shape.length)[:, :, None]
+    all_own = torch.ones(rows, blocks, 1, size, dtype=torch.bool, device=device)
+    # Each keeps its mask: a training step builds it once for all layers.
+    masks = {kernel: Visible(seen, all_own, kernel) for kernel in KERNELS}
 
-    def visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        block = query // size
-        before = key < anchors[row, block]
-        same = (key >= length) & ((key - length) // size == block)
-        return torch.where(key < length, before, same)
-
-    queries, keys = blocks * size, length + blocks * size
-    compiled = torch.compile if device == "cuda" else lambda function: function
-    mask = compiled(create_block_mask)(visible, rows, None, queries, keys, device=device)
-    flex = compiled(flex_attention)
-
-    def by_blocks() -> Tensor:
-        q, context_k, context_v, own_k, own_v = inputs
-        seen = context_visible(anchors, length)[:, :, None]
-        all_own = torch.ones(rows, blocks, 1, size, dtype=torch.bool, device=device)
-        return block_attention(q, context_k, context_v, seen, own_k, own_v, all_own)
-
-    def by_flex() -> Tensor:
-        q, context_k, context_v, own_k, own_v = inputs
-        k = torch.cat((context_k, own_k.flatten(1, 2)), 1).transpose(1, 2)
-        v = torch.cat((context_v, own_v.flatten(1, 2)), 1).transpose(1, 2)
-        out: Any = flex(q.flatten(1, 2).transpose(1, 2), k, v, block_mask=mask, enable_gqa=True)
-        return out.transpose(1, 2).unflatten(1, (blocks, size))
+    def path(kernel: Kernel) -> Callable[[], Tensor]:
+        return lambda: block_attention(*inputs, masks[kernel])
 
     def run(path: Callable[[], Tensor]) -> list[Tensor]:
         for tensor in inputs:
@@ -167,11 +148,11 @@ def attention(
             out.backward(upstream)
         return [out.detach(), *(t.grad for t in inputs if t.grad is not None)]
 
-    pairs = list(zip(run(by_blocks), run(by_flex), strict=True))
+    paths = {kernel: path(kernel) for kernel in KERNELS}
+    pairs = list(zip(run(paths["dense"]), run(paths["flex"]), strict=True))
     difference = max(
         ((a.float() - b.float()).abs().max() / a.float().abs().max()).item() for a, b in pairs
     )
-    paths = {"block_attention": by_blocks, "flex_attention": by_flex}
     calls = {name: lambda path=path: run(path) for name, path in paths.items()}
     memory = {name: _peak_gib(call, device) for name, call in calls.items()}
     seconds = in_turn(calls, rounds, device)
@@ -180,7 +161,7 @@ def attention(
     return {
         "largest_difference": difference,
         "equal": difference < allowed,
-        "flex_speedup": ratio(seconds["block_attention"], seconds["flex_attention"], seed),
+        "flex_speedup": ratio(seconds["dense"], seconds["flex"], seed),
         "peak_memory_gib": memory,
         "times": {name: summary(s) for name, s in seconds.items()},
     }

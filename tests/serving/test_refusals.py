@@ -83,6 +83,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         ["sliding-window", "full_attention"],
     ),
+    "dummy weights": ({}, {"load_format": "dummy"}, ["load_format dummy", "checkpoint"]),
     "two devices": ({}, {"tensor_parallel_size": 2}, ["tensor_parallel_size", "2"]),
     "no worker": ({}, {"worker_cls": "auto", "start": True}, [f"--worker-cls {WORKER}"]),
     "a Markov head and no worker": (

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.model_executor.model_loader.utils import get_draft_load_config
 
 from carryover.errors import CarryoverError
 from carryover.serving.plugin import ARCHITECTURE, DSPARK_ARCHITECTURE, WORKER
@@ -174,6 +175,13 @@ def _check_engine(vllm_config: VllmConfig, drafter: Any, settings: DrafterSettin
         raise CarryoverError(
             f"quantized drafters ({speculative.draft_model_config.quantization}) are not supported",
             "Serve the drafter unquantized.",
+        )
+    if get_draft_load_config(vllm_config).load_format == "dummy":
+        raise CarryoverError(
+            "load_format dummy reads no checkpoint, and so leaves the drafter without E_carry, d2t "
+            "and the fused weights that vLLM's DFlash builds while reading",
+            "To time a drafter, write random tensors into a checkpoint, as "
+            "benchmarks/serving_latency.py does.",
         )
     # A block holds the anchor's slot too; anchor_first proposes from it.
     proposals = getattr(drafter, "block_size", 0) - (settings.slot_layout == "fill_in")

@@ -83,8 +83,7 @@ class CarryoverDFlashForCausalLM(DSparkInterface, DFlashQwen3ForCausalLM):
     """A carryover drafter, or with `carryover.enabled: false` a plain one, as vLLM loads it.
 
     carry_shift: [hidden_size], F(E_carry), added to the projected features of rejected rows. F has
-    no bias, so this equals adding E_carry before F (paper, Algorithm 1). None when not enabled. It
-    is a parameter, so that `--load-format dummy` fills it in like the others.
+    no bias, so this equals adding E_carry before F (paper, Algorithm 1). None when not enabled.
     """
 
     model_cls = CarryoverDFlashModel
@@ -94,13 +93,7 @@ class CarryoverDFlashForCausalLM(DSparkInterface, DFlashQwen3ForCausalLM):
         corrections.correct_sampling_parameters()
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.settings = settings
-        # Also where no checkpoint is read (dummy weights), and so none says that it has a head.
-        self.has_own_lm_head = self.draft_id_to_target_id is not None
-        self.carry_shift: nn.Parameter | None = None
-        if settings.enabled:
-            self.carry_shift = nn.Parameter(
-                torch.zeros(self.config.hidden_size), requires_grad=False
-            )
+        self.carry_shift: torch.Tensor | None = None
 
     def load_weights(  # type: ignore[override]  # None, as the method of the same name above it
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -126,11 +119,11 @@ class CarryoverDFlashForCausalLM(DSparkInterface, DFlashQwen3ForCausalLM):
         carry_embedding = tensors.pop(CARRY_EMBEDDING, None)
         tensors.pop(CARRY_PROJECTOR, None)
         super().load_weights(tensors.items())
-        if self.carry_shift is not None and carry_embedding is not None:
+        if self.settings.enabled and carry_embedding is not None:
             # In fp32, rounded once: E_carry is small beside the features it is added to.
             weight: torch.Tensor = projection.weight
             shift = weight.float() @ carry_embedding.to(weight.device).float()
-            self.carry_shift.copy_(shift)
+            self.carry_shift = shift.to(weight.dtype)
 
     def draft_logits(self, states: torch.Tensor) -> torch.Tensor:
         """Scores [rows, V_d] of block states [rows, hidden_size], by draft ids, without bias."""

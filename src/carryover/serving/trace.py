@@ -315,20 +315,22 @@ def _read(path: Path) -> pa.Table | None:
 def read_trace(folder: Path) -> pa.Table:
     """All rounds in a folder: the columns of ROUNDS, and `engine`, which names the file.
 
-    Raises CarryoverError where there is no trace, or one of another version.
+    An engine that was killed before its first flush adds none. Raises CarryoverError where there is
+    no trace, or one of another version.
     """
-    tables = []
-    for path in sorted(folder.glob(f"*{_ROUNDS_SUFFIX}")):
+    paths = sorted(folder.glob(f"*{_ROUNDS_SUFFIX}"))
+    if not paths:
+        raise CarryoverError(
+            f"{folder} holds no trace (*{_ROUNDS_SUFFIX})",
+            f"Serve with {SETTING} in additional_config; docs/serving.md says how.",
+        )
+    tables = [ROUNDS.append(pa.field("engine", pa.string())).empty_table()]
+    for path in paths:
         table = _read(path)
         if table is not None:
             engine = path.name.removesuffix(_ROUNDS_SUFFIX)
             names = pa.array([engine] * table.num_rows, pa.string())
             tables.append(table.append_column("engine", names).replace_schema_metadata(None))
-    if not tables:
-        raise CarryoverError(
-            f"{folder} holds no trace (*{_ROUNDS_SUFFIX})",
-            f"Serve with {SETTING} in additional_config; docs/serving.md says how.",
-        )
     return pa.concat_tables(tables)
 
 
