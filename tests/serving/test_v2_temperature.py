@@ -26,7 +26,7 @@ from tests.serving.test_temperature import (
     _p_value,
 )
 
-SAMPLES = 200
+SAMPLES = 600
 PROPOSALS = 3
 PROBABILISTIC = {"draft_sample_method": "probabilistic"}
 DSPARK: dict[str, Any] = {"slot_layout": "anchor_first", "markov_rank": 4}

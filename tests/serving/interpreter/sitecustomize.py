@@ -8,7 +8,9 @@ here, before vLLM is imported, also in the processes that vLLM starts; it compil
 import os
 
 if os.environ.get("TRITON_INTERPRET") == "1":
+    import triton.language as tl
     from triton.backends import Backend, backends
+    from triton.language.extra import libdevice
     from triton.runtime.interpreter import InterpreterBuilder
 
     class InterpreterDriver:
@@ -27,3 +29,5 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         return stock_store(self, pointers, value, mask, cache_policy)
 
     InterpreterBuilder.create_masked_store = store
+    # A device's own function, of which the interpreter has only the name.
+    libdevice.log1p = lambda x: tl.log(1.0 + x)
