@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 from transformers import Qwen3ForCausalLM as Qwen3
 
 from carryover.drafter.initialize import initialize_random, new_config
+from carryover.drafter.markov import MarkovHead
 from carryover.drafter.model import Drafter
 from carryover.target.load import decoder_of
 from carryover.training.batch import Batch, sample_anchors
@@ -102,11 +103,10 @@ def random_drafter(
         qk_norm=shape.qk_norm,
         draft_vocab_size=draft_vocabulary,
     )
-    drafter = Drafter(config.with_carry("embedding") if carry else config)
+    drafter = Drafter(config.with_carry("hidden_states", "embedding") if carry else config)
     initialize_random(drafter, seed)
-    vocabulary = Vocabulary(head, observed)
-    drafter.share(target.get_input_embeddings().weight.detach(), vocabulary.head)
-    return drafter.to(head.device, head.dtype), vocabulary
+    drafter.share(target.get_input_embeddings().weight.detach())
+    return drafter.to(head.device, head.dtype), Vocabulary(head, observed)
 
 
 def random_batch(
@@ -141,8 +141,10 @@ class PartlyRight(Vocabulary):
         self.__dict__.update(vocabulary.__dict__)
         self.wanted, self.right = wanted, right
 
-    def propose(self, hidden: Tensor) -> Tensor:
-        proposals = super().propose(hidden)
+    def propose(
+        self, hidden: Tensor, anchor_tokens: Tensor, markov: MarkovHead | None = None
+    ) -> Tensor:
+        proposals = super().propose(hidden, anchor_tokens, markov)
         proposals[..., 0] = torch.where(self.right, self.wanted, proposals[..., 0])
         return proposals
 

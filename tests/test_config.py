@@ -14,6 +14,7 @@ from carryover.artifacts import config_hash
 from carryover.config import GENERATED_DATASETS, Config, config_from_dict, load_config
 from carryover.config.keys import all_keys, dotted, explain
 from carryover.config.load import ConfigError, merge
+from carryover.config.precision import fast_bfloat16, has_bfloat16
 from carryover.errors import CarryoverError
 from carryover.paths import Paths
 
@@ -21,6 +22,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT = REPOSITORY / "config" / "config.yaml"
 TEST = REPOSITORY / "config" / "test.yaml"
 TARGET, DRAFTER = "SmolLM2-135M", "DFlash"
+OTHER_DTYPE = "float32" if fast_bfloat16() else "bfloat16"  # than `auto` means on this machine
 MINIMAL = """
 targets:
   T: {source: "path:model", feature_layers: [0, 2], mask_token_id: 3}
@@ -51,9 +53,35 @@ def write(tmp_path: Path):
 def test_default_config_says_what_it_says():
     config = load_config(DEFAULT)
     plain = yaml.safe_load(DEFAULT.read_text(encoding="utf-8"))
+    here = "bfloat16" if fast_bfloat16() else "float32"
+    plain["targets"][TARGET]["dtype"] = here
+    plain["training"]["precision"] = plain["benchmark"]["dtype"] = here
     assert config.model_dump() == plain
     assert config.targets[TARGET].feature_layers == [1, 8, 14, 20, 27]
     assert config.training.baseline.learning_rate == 0.001
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "fast"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16\n", True),
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512_bf16\n", True),
+        ("processor\t: 0\nflags\t\t: fpu avx2 fma avx512f avx512bw\n", False),
+        ("processor\t: 0\nflags\t\t: fpu avx2 fma\n", False),
+        ("processor\t: 0\nFeatures\t: fp asimd i8mm bf16 dgh\n", True),
+        ("processor\t: 0\nFeatures\t: fp asimd\n", False),
+        ("", False),
+    ],
+)
+def test_auto_is_bfloat16_where_the_cpu_has_the_instructions(cpuinfo, fast):
+    assert has_bfloat16(cpuinfo) is fast
+
+
+def test_a_dtype_that_is_written_out_is_taken(write):
+    for dtype in ("bfloat16", "float32"):
+        config = load_config(DEFAULT, [f"training.precision={dtype}", f"benchmark.dtype={dtype}"])
+        assert (config.training.precision, config.benchmark.dtype) == (dtype, dtype)
+    assert "auto" in problems("training.precision=half")[0]
 
 
 def test_schema_defaults_equal_the_default_config(write):
@@ -90,6 +118,10 @@ def test_test_config_is_a_small_overlay():
 def test_paper_config_is_an_overlay_without_the_default_target():
     config = load_config([DEFAULT, REPOSITORY / "config" / "paper.yaml"])
     assert TARGET not in config.targets
+    assert config.training.losses.model_dump() == {
+        "dflash": {"cross_entropy": 1.0, "distribution": 0.0},
+        "markov": {"cross_entropy": 0.1, "distribution": 0.9, "confidence": 1.0},
+    }
     # The paper's Table 4.
     assert config.targets["Qwen3-4B"].feature_layers == [1, 9, 17, 25, 33]
     assert {(d.layers, d.proposals) for d in config.drafters.values()} == {(5, 15)}
@@ -272,6 +304,28 @@ def test_one_bad_value_is_one_line(override, line):
     assert "\n" not in found[0]
 
 
+def test_a_loss_without_a_drafting_term_is_refused():
+    (line,) = problems("training.losses.dflash.cross_entropy=0")
+    assert "training.losses.dflash.cross_entropy: cross_entropy and distribution are both 0" in line
+    load_config(DEFAULT, ["training.losses.markov.cross_entropy=0"])
+
+
+@pytest.mark.parametrize("rows", ["draft_tokens", "target_tokens", "target_top5"])
+def test_token_hints_are_no_rows_that_could_be_told_apart(rows):
+    for distinction in ("embedding", "projector"):
+        (line,) = problems(f"carry.rows={rows}", f"carry.distinction={distinction}")
+        assert f"carry.distinction: {distinction} " in line and "set distinction to none" in line
+    config = load_config(DEFAULT, [f"carry.rows={rows}", "carry.distinction=none"])
+    assert config.carry.rows == rows
+
+
+def test_only_an_embedding_has_an_initial_value():
+    for distinction in ("none", "projector"):
+        (line,) = problems("carry.embedding_init=normal", f"carry.distinction={distinction}")
+        assert "carry.embedding_init: normal is for E_carry" in line
+    load_config(DEFAULT, ["carry.embedding_init=normal"])
+
+
 def test_anchor_first_needs_markov():
     (line,) = problems("drafters.DFlash.slot_layout=anchor_first")
     assert "drafters.DFlash.slot_layout: anchor_first" in line and "kind: dflash" in line
@@ -298,7 +352,7 @@ def test_batch_divides_over_ranks(nodes, ranks, micro_batch):
         ("training.held_out=1999", "more than the 1 responses that prompts.train.count"),
         ("benchmark.prompts=21", "more than prompts.evaluation.prompts_per_dataset (20)"),
         ("benchmark.max_tokens=1024", "must be below max_model_len (1024)"),
-        ("responses.max_model_len=80", "responses.max_tokens: 80 leaves no room for a prompt"),
+        ("responses.max_model_len=40", "responses.max_tokens: 40 leaves no room for a prompt"),
         ("prompts.evaluation.datasets=[qa, gsm8k]", "source: generated has no gsm8k; it has Hum"),
     ],
 )
@@ -424,10 +478,12 @@ MEASURED = {"benchmark", "report"}
         ("benchmark.temperatures=[0, 1]", {"report"}),
         ("benchmark.max_tokens=65", MEASURED),
         ("prompts.evaluation.prompts_per_dataset=21", {"evaluation_prompts"} | MEASURED),
-        ("carry.rows=draft_tokens", {"carryover"} | MEASURED),
+        ("carry.distinction=none", {"carryover"} | MEASURED),
         ("training.further.steps=7", {"control", "carryover"} | MEASURED),
         ("training.baseline.steps=7", TRAINED | MEASURED),
         ("training.anchors=7", TRAINED | MEASURED),
+        ("training.losses.dflash.distribution=0.5", TRAINED | MEASURED),
+        ("training.losses.markov.confidence=0.0", set()),  # the default's drafter is no Markov
         ("drafters.DFlash.layers=3", TRAINED | MEASURED),
         ("targets.SmolLM2-135M.mask_token_id=17", TRAINED | MEASURED),
         (
@@ -445,7 +501,7 @@ MEASURED = {"benchmark", "report"}
             {"train_prompts", "responses", "features"} | TRAINED | MEASURED,
         ),
         (
-            "targets.SmolLM2-135M.dtype=float32",
+            f"targets.SmolLM2-135M.dtype={OTHER_DTYPE}",
             {"target", "responses", "features"} | TRAINED | MEASURED,
         ),
         (

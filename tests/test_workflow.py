@@ -111,7 +111,6 @@ def test_paper_scale_is_planned_on_slurm(copy: Path) -> None:
         "train_prompts": 1,
         "evaluation_prompts": 1,
         "responses": 2,
-        "features": 2,
         "train_baseline": 4,
         "train_further": 8,
         "export": 12,
@@ -149,9 +148,6 @@ def test_unwritable_results_are_one_readable_line(copy: Path, results: str) -> N
     ("change", "key"),
     [
         ("drafters: {DFlash: {initialize: 'path:released'}}", "drafters.DFlash.initialize"),
-        ("drafters: {M: {kind: markov}}", "drafters.M.kind"),
-        ("carry: {rows: draft_tokens}", "carry.rows"),
-        ("carry: {distinction: none}", "carry.distinction"),
     ],
 )
 def test_what_cannot_be_trained_is_planned_but_refused_before_the_first_job(

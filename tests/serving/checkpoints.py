@@ -96,6 +96,7 @@ def write_drafter(
     enabled: bool = True,
     qk_norm: bool = True,
     draft_vocabulary: int | None = None,
+    projector: bool = False,
     config: dict[str, Any] | None = None,
     without: tuple[str, ...] = (),
 ) -> Path:
@@ -108,6 +109,8 @@ def write_drafter(
         "norm.weight": 1 + _normal(generator, HIDDEN, scale=0.2),
         "carry_embedding": _normal(generator, width, scale=1.0),
     }
+    if projector:
+        tensors["carry_projector.weight"] = torch.zeros(HIDDEN, width)
     for index in range(DRAFTER_BLOCKS):
         tensors |= _block(generator, f"layers.{index}")
         for name in ("q_norm", "k_norm"):

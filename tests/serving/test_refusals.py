@@ -23,6 +23,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         ["carryover.slot_layout", "anchor_first", "fill_in"],
     ),
+    "token hints": (
+        {"config": {"carryover": FIELD | {"rows": "draft_tokens", "distinction": "none"}}},
+        {},
+        ["carryover.rows", "draft_tokens", "hidden_states", "carryover.enabled"],
+    ),
+    "a projector for carried rows": (
+        {"config": {"carryover": FIELD | {"distinction": "projector"}}},
+        {},
+        ["carryover.distinction", "projector", "carryover.enabled"],
+    ),
     "qk_norm not a truth value": (
         {"config": {"carryover": FIELD | {"qk_norm": "no"}}},
         {},
@@ -100,6 +110,21 @@ ALLOWED = {
     "carryover": ({}, {}),
     "baseline without our worker": ({"enabled": False}, {"worker_cls": "auto"}),
     "fewer proposals than trained": ({"proposals": 9}, {}),
+    "carried rows that are not told apart": (
+        {"config": {"carryover": FIELD | {"rows": "hidden_states", "distinction": "none"}}},
+        {},
+    ),
+    "a projector switched off": (
+        {
+            "projector": True,
+            "config": {"carryover": FIELD | {"enabled": False, "distinction": "projector"}},
+        },
+        {"start": True},
+    ),
+    "token hints switched off": (
+        {"config": {"carryover": FIELD | {"enabled": False, "rows": "target_tokens"}}},
+        {},
+    ),
 }
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from carryover.drafter import layout
-from carryover.drafter.model import Carry, block_attention
+from carryover.drafter.attention import Visible, block_attention
+from carryover.drafter.model import Carry
 from tests.training.tiny import VOCABULARY, dense_draft, tiny_drafter
 
 
@@ -85,21 +86,98 @@ def test_layouts_by_hand():
     assert carried == [[True] * 3, [False, False, True], [False] * 3]
 
 
-def test_block_attention_equals_one_softmax_over_concatenated_keys():
+def test_hints_by_hand():
+    """Anchor 10, B = 4. Accepted m, the next anchor is the correction at 11 + m.
+
+    m = 0: rejected rows 1..4 stood at 11..14. Next anchor 11, which predicts 12..15.
+    m = 2: rejected rows 3, 4 stood at 13, 14. Next anchor 13, which predicts 14..17.
+    """
+    accepted = torch.tensor([0, 2, 3, 4])
+
+    def rows(ahead, slot_layout):
+        return layout.hinting_rows(accepted, ahead, slot_layout, 4).tolist()
+
+    # Slots 1..4 predict the next anchor's 1..4. Draft tokens: row q is for 10 + q.
+    assert rows(0, "fill_in") == [
+        [0, 2, 3, 4, 0],  # 12, 13, 14; row 1 is for 11, the correction's place; none for 15
+        [0, 4, 0, 0, 0],  # 14
+        [0, 0, 0, 0, 0],  # row 4 is for 14, the correction's place
+        [0, 0, 0, 0, 0],  # nothing was rejected
+    ]
+    # The target's: row q is for 11 + q.
+    assert rows(1, "fill_in") == [
+        [0, 1, 2, 3, 4],  # 12 .. 15
+        [0, 3, 4, 0, 0],  # 14, 15
+        [0, 4, 0, 0, 0],  # 15; the next anchor is 14
+        [0, 0, 0, 0, 0],
+    ]
+    # Slots 0..3 predict 1..4, and slot 0 keeps the anchor: the first hint has no place.
+    assert rows(0, "anchor_first") == [[0, 3, 4, 0], [0] * 4, [0] * 4, [0] * 4]
+    assert rows(1, "anchor_first") == [[0, 2, 3, 4], [0, 4, 0, 0], [0] * 4, [0] * 4]
+
+
+KERNELS = [
+    ("dense", "cpu"),
+    ("flex", "cpu"),
+    pytest.param("dense", "cuda", marks=pytest.mark.gpu),
+    pytest.param("flex", "cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize(("kernel", "device"), KERNELS)
+@pytest.mark.parametrize("per_query", [(1, 4), (4, 4), (4, 1)], ids=["context", "both", "own"])
+def test_block_attention_equals_one_softmax_over_concatenated_keys(kernel, device, per_query):
     torch.manual_seed(0)
-    q = torch.randn(2, 3, 4, 6, 8, requires_grad=True)
-    context_k, context_v = torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
-    own_k, own_v = torch.randn(2, 3, 7, 2, 8), torch.randn(2, 3, 7, 2, 8)
-    context_visible = torch.rand(2, 3, 1, 5) < 0.5
-    own_visible = torch.rand(2, 3, 4, 7) < 0.5
+    dim = 8 if device == "cpu" else 16  # the least that the compiled kernel takes
+    q = torch.randn(2, 3, 4, 6, dim)
+    context_k, context_v = torch.randn(2, 5, 2, dim), torch.randn(2, 5, 2, dim)
+    own_k, own_v = torch.randn(2, 3, 7, 2, dim), torch.randn(2, 3, 7, 2, dim)
+    context_visible = torch.rand(2, 3, per_query[0], 5) < 0.5
+    own_visible = torch.rand(2, 3, per_query[1], 7) < 0.5
     own_visible[..., 0] = True
-    got = block_attention(q, context_k, context_v, context_visible, own_k, own_v, own_visible)
+    inputs = [x.to(device).requires_grad_() for x in (q, context_k, context_v, own_k, own_v)]
+    visible = Visible(context_visible.to(device), own_visible.to(device), kernel)
+    got = block_attention(*inputs, visible, 0.3)
+    gradients = torch.autograd.grad(got.sin().sum(), inputs)
+    plain = [x.clone().requires_grad_() for x in (q, context_k, context_v, own_k, own_v)]
+    pq, pck, pcv, pok, pov = plain
+    rows = []
     for r in range(2):
         for n in range(3):
             for s in range(4):
                 for h in range(6):
-                    k = torch.cat((context_k[r, :, h // 3], own_k[r, n, :, h // 3]))
-                    v = torch.cat((context_v[r, :, h // 3], own_v[r, n, :, h // 3]))
-                    seen = torch.cat((context_visible[r, n, 0], own_visible[r, n, s]))
-                    scores = (k @ q[r, n, s, h] / 8**0.5)[seen]
-                    torch.testing.assert_close(got[r, n, s, h], scores.softmax(0) @ v[seen])
+                    k = torch.cat((pck[r, :, h // 3], pok[r, n, :, h // 3]))
+                    v = torch.cat((pcv[r, :, h // 3], pov[r, n, :, h // 3]))
+                    seen = torch.cat(
+                        (
+                            context_visible[r, n, s % per_query[0]],
+                            own_visible[r, n, s % per_query[1]],
+                        )
+                    )
+                    scores = (k @ pq[r, n, s, h] * 0.3)[seen]
+                    rows.append(scores.softmax(0) @ v[seen])
+    want = torch.stack(rows).view(q.shape)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-5)
+    for g, w in zip(gradients, torch.autograd.grad(want.sin().sum(), plain), strict=True):
+        torch.testing.assert_close(g.cpu(), w, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("slot_layout", ["fill_in", "anchor_first"])
+def test_both_kernels_draft_the_same(slot_layout):
+    drafter = tiny_drafter(slot_layout)
+    size = drafter.config.proposals
+    torch.manual_seed(5)
+    features = torch.randn(2, 12, drafter.config.feature_size)
+    anchors = torch.tensor([[1, 4, 7], [2, 0, 9]])
+    accepted = torch.tensor([[0, 2, size], [1, 3, 0]])
+    carry = Carry(
+        features=torch.randn(2, 3, size, drafter.config.feature_size),
+        positions=layout.proposal_positions(anchors, size),
+        visible=layout.carried_rows(accepted, size),
+    )
+    tokens = torch.randint(0, VOCABULARY, anchors.shape)
+    drafts = []
+    for kernel in ("dense", "flex"):
+        drafter.kernel = kernel
+        drafts.append(drafter(tokens, anchors, features, carry))
+    torch.testing.assert_close(drafts[1], drafts[0], rtol=1e-4, atol=1e-5)

@@ -1,10 +1,18 @@
-"""The fused loss against torch's own, its weights by hand, and the draft vocabulary."""
+"""The fused losses against dense ones, their weights by hand, and the draft vocabulary."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from carryover.training import losses
-from carryover.training.losses import frozen_head_cross_entropy, position_weights, predict
+from carryover.training.losses import (
+    Correction,
+    TargetStates,
+    frozen_head_loss,
+    log_totals,
+    position_weights,
+    predict,
+)
 from carryover.training.vocabulary import Vocabulary, observed_tokens
 
 
@@ -15,7 +23,7 @@ def test_loss_and_gradient_equal_torchs_cross_entropy(monkeypatch):
     twin = hidden.detach().clone().requires_grad_(True)
     head, labels = torch.randn(50, 16), torch.randint(0, 50, (30,))
     weights = torch.rand(30) * (torch.rand(30) < 0.7)
-    result = frozen_head_cross_entropy(hidden, head, labels, weights)
+    result = frozen_head_loss(hidden, head, labels, weights)
     (result.total * 2.5).backward()
     want = (F.cross_entropy(twin @ head.t(), labels, reduction="none") * weights).sum()
     (want * 2.5).backward()
@@ -23,6 +31,69 @@ def test_loss_and_gradient_equal_torchs_cross_entropy(monkeypatch):
     torch.testing.assert_close(hidden.grad, twin.grad)
     assert result.predicted.tolist() == (twin @ head.t()).argmax(-1).tolist()
     assert predict(hidden, head).tolist() == result.predicted.tolist()
+
+
+def dense(hidden, head, observed, labels, latent, correction, states):
+    """One position at a time over the target's whole vocabulary, where q is 0 outside `observed`.
+
+    Returns cross-entropies, L1 distances and acceptance probabilities, [M] each.
+    """
+    columns = []
+    for i, state in enumerate(states):
+        z = head[observed] @ hidden[i] + correction @ latent[i]
+        inside = z.exp() / z.exp().sum()
+        q = torch.zeros(len(head)).index_put((observed,), inside)
+        p = (head @ state).exp() / (head @ state).exp().sum()
+        columns.append(
+            torch.stack((-inside[labels[i]].log(), (q - p).abs().sum(), torch.minimum(p, q).sum()))
+        )
+    return torch.stack(columns, 1)
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+@pytest.mark.parametrize("chunk", [4, 512])
+def test_both_terms_and_all_gradients_equal_the_dense_ones(reduced, chunk, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK", chunk)
+    torch.manual_seed(0)
+    head = torch.randn(40, 8)
+    observed = torch.tensor([0, 3, 4, 11, 12, 30, 39]) if reduced else torch.arange(40)
+    hidden, latent = torch.randn(14, 8), torch.randn(14, 3)
+    correction = torch.randn(len(observed), 3)
+    leaves = [x.requires_grad_(True) for x in (hidden, latent, correction)]
+    twins = [x.detach().clone().requires_grad_(True) for x in leaves]
+    labels = torch.randint(0, len(observed), (14,))
+    weights, target_weights = torch.rand(14), torch.rand(14) * (torch.rand(14) < 0.7)
+    positions, rows = torch.randn(5, 8), torch.randint(0, 5, (14,))
+    target = TargetStates(positions, rows, log_totals(positions, head) if reduced else None)
+    result = frozen_head_loss(
+        hidden, head[observed], labels, weights, Correction(latent, correction), target,
+        target_weights,
+    )  # fmt: skip
+    (result.total * 1.5).backward()
+    cross_entropy, distance, acceptance = dense(
+        twins[0], head, observed, labels, twins[1], twins[2], positions[rows]
+    )
+    want = (cross_entropy * weights + distance * target_weights).sum()
+    (want * 1.5).backward()
+    torch.testing.assert_close(result.total, want)
+    torch.testing.assert_close(result.cross_entropy, cross_entropy)
+    torch.testing.assert_close(result.acceptance, acceptance)
+    torch.testing.assert_close(2 * (1 - result.acceptance), distance)
+    for got, twin in zip(leaves, twins, strict=True):
+        torch.testing.assert_close(got.grad, twin.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_mass_outside_the_draft_vocabulary_is_distance_and_never_accepted():
+    """p = (1/2, 1/4, 1/4), and a drafter that knows tokens 0 and 1 draws them with 3/4 and 1/4."""
+    head = torch.tensor([[2.0], [1.0], [1.0]]).log()
+    states = TargetStates(torch.ones(1, 1), torch.tensor([0]), log_totals(torch.ones(1, 1), head))
+    correction = Correction(torch.ones(1, 1), torch.tensor([[1.5], [1.0]]).log())
+    result = frozen_head_loss(
+        torch.ones(1, 1), head[:2], torch.tensor([0]), torch.zeros(1), correction, states,
+        torch.ones(1),
+    )  # fmt: skip
+    assert result.acceptance.item() == pytest.approx(1 / 2 + 1 / 4)
+    assert result.total.item() == pytest.approx(1 / 4 + 0 + 1 / 4)
 
 
 def test_position_weights_by_hand():
@@ -40,4 +111,4 @@ def test_a_reduced_vocabulary_maps_both_ways_and_knows_what_it_lacks():
     assert vocabulary.target_ids(torch.tensor([0, 2])).tolist() == [2, 9]
     hidden = head[4][None, None] * 10 / head[4].norm()
     best = max((2, 4, 9), key=lambda i: float(head[i] @ hidden[0, 0]))
-    assert vocabulary.propose(hidden).tolist() == [[best]]
+    assert vocabulary.propose(hidden, torch.tensor([[0]])).tolist() == [[best]]

@@ -17,9 +17,12 @@ from tests.serving.reference import DenseDrafter
 from tests.training.tiny import VOCABULARY, tiny_drafter
 
 
+@pytest.mark.parametrize("distinction", ["embedding", "none"])
 @pytest.mark.parametrize("qk_norm", [True, False])
-def test_exported_drafter_drafts_as_trained_for_every_number_of_carried_rows(tmp_path, qk_norm):
-    drafter = tiny_drafter(qk_norm=qk_norm)
+def test_exported_drafter_drafts_as_trained_for_every_number_of_carried_rows(
+    tmp_path, qk_norm, distinction
+):
+    drafter = tiny_drafter(qk_norm=qk_norm, distinction=distinction)
     size, width = drafter.config.proposals, drafter.config.feature_size
     target_head = torch.randn(VOCABULARY, 32)
     vocabulary = Vocabulary(target_head, torch.tensor([1, 4, 5, 40, 77, 96]))
@@ -42,13 +45,24 @@ def test_exported_drafter_drafts_as_trained_for_every_number_of_carried_rows(tmp
         )[1:]
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         best = reference.logits(want, target_head).argmax(-1)
-        assert vocabulary.propose(got[None, None])[0, 0].tolist() == best.tolist()
+        proposals = vocabulary.propose(got[None, None], torch.tensor([[17]]))
+        assert proposals[0, 0].tolist() == best.tolist()
 
 
-@pytest.mark.parametrize("carry", [True, False])
+@pytest.mark.parametrize(
+    "carry",
+    [
+        {"carry": False},
+        {"distinction": "embedding"},
+        {"distinction": "none"},
+        {"distinction": "projector"},
+        {"distinction": "none", "rows": "target_top5"},
+    ],
+    ids=lambda carry: "-".join(map(str, carry.values())),
+)
 @pytest.mark.parametrize("qk_norm", [True, False])
-def test_round_trip_is_bit_exact(tmp_path: Path, carry: bool, qk_norm: bool) -> None:
-    drafter = tiny_drafter(carry=carry, qk_norm=qk_norm).to(torch.bfloat16)
+def test_round_trip_is_bit_exact(tmp_path: Path, carry: dict, qk_norm: bool) -> None:
+    drafter = tiny_drafter(qk_norm=qk_norm, **carry).to(torch.bfloat16)
     observed = torch.tensor([0, 3, 96])
     save_drafter(tmp_path, drafter, observed, torch.randn(3, 32).bfloat16())
     config, tensors = load_tensors(tmp_path)
@@ -60,3 +74,25 @@ def test_round_trip_is_bit_exact(tmp_path: Path, carry: bool, qk_norm: bool) -> 
     assert observed_ids(tensors).tolist() == observed.tolist()
     for name, value in drafter.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_what_carry_adds_to_a_baseline_changes_nothing_at_first(tmp_path: Path) -> None:
+    """E_carry starts at zero and F_carry as F: both draft as rows that nothing tells apart."""
+    save_drafter(tmp_path, tiny_drafter(carry=False), None, None)
+    config, tensors = load_tensors(tmp_path)
+    assert not config.carry and "carry_embedding" not in tensors
+    hidden = {}
+    torch.manual_seed(4)
+    features, rejected = torch.randn(1, 9, 64), torch.randn(1, 1, 4, 64)
+    positions = proposal_positions(torch.tensor([[3]]), 4)
+    carry = Carry(rejected, positions, torch.ones(1, 1, 4, dtype=torch.bool))
+    for distinction in ("none", "embedding", "projector"):
+        drafter = Drafter(config.with_carry("hidden_states", distinction))
+        load_into(drafter, tensors)
+        drafter.share(torch.ones(VOCABULARY, 32).cumsum(0).cos(), torch.zeros(1, 32))
+        with torch.no_grad():
+            hidden[distinction] = drafter(
+                torch.tensor([[17]]), torch.tensor([[4]]), features, carry
+            )
+    assert torch.equal(hidden["none"], hidden["embedding"])
+    assert torch.equal(hidden["none"], hidden["projector"])

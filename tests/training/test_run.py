@@ -20,6 +20,7 @@ from carryover.paths import Paths
 from carryover.training import result
 from tests.test_features import put_responses
 from tests.tiny_target import tiny_config, write_tiny_target
+from tests.training.tiny import CARRIES
 
 LENGTHS = [
     (5, 30),
@@ -79,9 +80,13 @@ def execute(config: Path, stage: str, variant: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def losses(config: Config, variant: str = "baseline") -> list[float]:
-    path = Paths(config).training("tiny", "DFlash", variant) / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+def metrics(config: Config, variant: str = "baseline", drafter: str = "DFlash") -> list[dict]:
+    path = Paths(config).training("tiny", drafter, variant) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(config: Config, variant: str = "baseline", drafter: str = "DFlash") -> list[float]:
+    rows = metrics(config, variant, drafter)
     steps = [row["step"] for row in rows if "loss" in row]
     assert steps == list(range(1, len(steps) + 1))
     return [row["loss"] for row in rows if "loss" in row]
@@ -104,6 +109,131 @@ def test_all_variants_train_and_export(recorded: Path) -> None:
     newest = max(Paths(config).training("tiny", "DFlash", "carryover").glob("step-*"))
     made_with = result.checkpoint_config(config, "tiny", "DFlash", "carryover")
     read_manifest(newest, stage="train", config=made_with)
+
+
+def markov_variation(folder: Path, name: str, drafter: dict, **training) -> tuple[Path, Config]:
+    """The same features, with one Markov drafter in place of the DFlash one."""
+    path, _ = variation(folder, name, **training)
+    content = yaml.safe_load(path.read_text())
+    content["drafters"] = {"Markov": content["drafters"]["DFlash"] | {"kind": "markov"} | drafter}
+    path.write_text(yaml.safe_dump(content))
+    return path, load_config(path)
+
+
+@pytest.mark.parametrize("slot_layout", ["fill_in", "anchor_first"])
+def test_markov_variants_train_and_export(recorded: Path, slot_layout: str) -> None:
+    drafter = {"markov_rank": 8, "slot_layout": slot_layout}
+    path, config = markov_variation(recorded, f"markov-{slot_layout}", drafter)
+    for variant in ("baseline", "carryover"):
+        execute(path, "train", variant)
+        execute(path, "export", variant)
+    curve = losses(config, drafter="Markov")
+    assert sum(curve[-3:]) < sum(curve[:3])
+    for variant in ("baseline", "carryover"):
+        rows = metrics(config, variant, "Markov")
+        for row in (row for row in rows if "loss" in row):
+            terms = (row["cross_entropy"], row["distribution"], row["confidence"])
+            want = 0.1 * terms[0] + 0.9 * terms[1] + 1.0 * terms[2]
+            assert row["loss"] == pytest.approx(want) and 0 < row["distribution"] < 2
+        assert rows[-1]["held_out_confidence"] > 0
+    folders = {v: Paths(config).drafter("tiny", "Markov", v) for v in ("baseline", "carryover")}
+    before, after = (load_file(folder / "model.safetensors") for folder in folders.values())
+    assert set(after) - set(before) == {"carry_embedding"}
+    assert after["carry_embedding"].abs().sum() > 0
+    for name in ("markov_w1", "markov_w2"):
+        name = f"markov_head.{name}.weight"
+        assert before[name].shape[1] == 8 and not torch.equal(before[name], after[name])
+    assert before["markov_head.markov_w1.weight"].shape[0] == 320
+    assert before["markov_head.markov_w2.weight"].shape[0] == len(before["d2t"]) < 320
+
+
+@pytest.mark.slow
+def test_zero_3_does_not_change_a_markov_curve(recorded: Path) -> None:
+    # 320 x 512 weights: DeepSpeed partitions no smaller ones.
+    drafter = {"markov_rank": 512, "vocabulary": "full"}
+    curves = []
+    for zero_stage, ranks in ((0, 1), (3, 2)):
+        path, config = markov_variation(
+            recorded, f"markov-{zero_stage}", drafter, zero_stage=zero_stage, ranks=ranks
+        )
+        execute(path, "train", "baseline")
+        execute(path, "train", "carryover")
+        curves.append([losses(config, v, "Markov") for v in ("baseline", "carryover")])
+    for got, want in zip(curves[1], curves[0], strict=True):
+        assert got == pytest.approx(want, rel=1e-4)
+
+
+TRAIN_ALL = """
+import sys
+from carryover import training
+from carryover.config import load_config
+from carryover.drafter import export
+training.run(load_config(sys.argv[1]), target="tiny", drafter="DFlash", variant="baseline")
+for config in map(load_config, sys.argv[1:]):
+    training.run(config, target="tiny", drafter="DFlash", variant="carryover")
+    export.run(config, target="tiny", drafter="DFlash", variant="carryover")
+"""
+
+
+def test_every_carry_trains_and_exports(recorded: Path) -> None:
+    configs = {}
+    for rows, distinction in CARRIES:
+        path, _ = variation(recorded, f"{rows}-{distinction}", decay_gamma=6.0)
+        content = yaml.safe_load(path.read_text())
+        content["carry"].update(rows=rows, distinction=distinction)
+        path.write_text(yaml.safe_dump(content))
+        configs[rows, distinction] = path
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN_ALL, *map(str, configs.values())],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    before = {}
+    for (rows, distinction), path in configs.items():
+        folder = Paths(load_config(path)).training("tiny", "DFlash", "carryover")
+        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+        first, last = metrics[0], metrics[-1]
+        before[rows, distinction] = first["held_out_carry_on_loss"]
+        assert first["held_out_carry_on_loss"] != first["held_out_carry_off_loss"]
+        assert last["step"] == 4
+        if rows == "hidden_states":
+            assert 0 < last["held_out_carry_attention"] < 1
+        else:
+            assert "held_out_carry_attention" not in last
+        field = json.loads((folder / "final" / "config.json").read_text())["carryover"]
+        assert (field["rows"], field["distinction"]) == (rows, distinction)
+        tensors = load_file(folder / "final" / "model.safetensors")
+        assert ("carry_projector.weight" in tensors) == (distinction == "projector")
+        assert ("carry_embedding" in tensors) == (
+            rows == "hidden_states" and distinction != "projector"
+        )
+        if "carry_embedding" in tensors:
+            assert tensors["carry_embedding"].any() == (distinction == "embedding")
+        if distinction == "projector":
+            assert not torch.equal(tensors["carry_projector.weight"], tensors["fc.weight"])
+    # Nothing tells rows apart before the first step.
+    unmarked = before["hidden_states", "none"]
+    assert before["hidden_states", "embedding"] == unmarked
+    assert before["hidden_states", "projector"] == unmarked
+
+
+def test_online_features_give_the_same_curves(recorded: Path) -> None:
+    """Without `features/` on disk: the target's forward pass in every step gives them."""
+    paths = {}
+    for name in ("cached", "online"):
+        path, config = variation(recorded, f"features-{name}", features=name, micro_batch=2)
+        paths[name] = config
+        for variant in ("baseline", "carryover"):
+            execute(path, "train", variant)
+    for variant in ("baseline", "carryover"):
+        want, got = (losses(config, variant) for config in paths.values())
+        assert got == pytest.approx(want, rel=1e-4)
+    cached, online = (
+        result.checkpoint_config(config, "tiny", "DFlash", "baseline") for config in paths.values()
+    )
+    assert "features" in cached["made_from"] and "features" not in online["made_from"]
+    assert "responses" in online["made_from"]
 
 
 def test_a_killed_run_resumes_with_the_same_curve(recorded: Path) -> None:

@@ -8,6 +8,15 @@ from carryover.drafter.config import DrafterConfig
 from carryover.drafter.model import Drafter
 
 VOCABULARY = 97
+# carry.rows and carry.distinction: all that the config accepts.
+CARRIES = [
+    ("hidden_states", "embedding"),
+    ("hidden_states", "none"),
+    ("hidden_states", "projector"),
+    ("draft_tokens", "none"),
+    ("target_tokens", "none"),
+    ("target_top5", "none"),
+]
 LAYERS = (0, 1)  # not the last block: transformers reports its output after the final norm
 
 
@@ -28,8 +37,15 @@ def tiny_target(family: str = "llama", seed: int = 0):
     return model.eval()
 
 
-def tiny_drafter(layout="fill_in", qk_norm=True, carry=True, proposals=4, seed=1) -> Drafter:
-    """A 2-block random drafter for `tiny_target`, with a random shared embedding and head."""
+def tiny_drafter(
+    layout="fill_in", qk_norm=True, carry=True, proposals=4, seed=1,
+    rows="hidden_states", distinction="embedding", **markov,
+) -> Drafter:  # fmt: skip
+    """A 2-block random drafter for `tiny_target` with a random shared embedding.
+
+    A random head of the target's size is kept beside it, as `.head`. markov: `markov_rank`,
+    `confidence` and `draft_vocab_size` of its config.
+    """
     torch.manual_seed(seed)
     config = DrafterConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -37,12 +53,14 @@ def tiny_drafter(layout="fill_in", qk_norm=True, carry=True, proposals=4, seed=1
         max_position_embeddings=256, vocab_size=VOCABULARY, target_hidden_size=32,
         target_layer_ids=LAYERS, target_blocks=3, mask_token_id=VOCABULARY - 1,
         proposals=proposals, slot_layout=layout, qk_norm=qk_norm, carry=carry,
+        carry_rows=rows, carry_distinction=distinction, **markov,
     )  # fmt: skip
     drafter = Drafter(config)
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)
-    drafter.share(torch.randn(VOCABULARY, 32), torch.randn(VOCABULARY, 32))
+    drafter.share(torch.randn(VOCABULARY, 32))
+    drafter.head = torch.randn(VOCABULARY, 32)
     return drafter
 
 
@@ -68,21 +86,26 @@ def dense_draft(
     anchor: int,
     features: Tensor,
     carried: list[tuple[int, Tensor]],
+    hints: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """One block, one token and one head at a time. Returns [B, H].
 
     features: [>= anchor, nH_t], of which rows 0..anchor-1 are context; carried: (position,
-    feature) of the rejected rows.
+    feature) of the rejected rows; hints: absolute position -> what replaces the mask embedding in
+    the slot that predicts it.
     """
     c, w = drafter.config, dict(drafter.named_parameters())
     slots = c.proposals + 1 if c.slot_layout == "fill_in" else c.proposals
     ids = [anchor_token] + [c.mask_token_id] * (slots - 1)
     x = [drafter.embedding[i] for i in ids]
-    rows = [(p, features[p]) for p in range(anchor)]
-    rows += [(p, f + w["carry_embedding"]) for p, f in carried]
-    memory = [
-        (p, norm(w["fc.weight"] @ f, w["hidden_norm.weight"], c.rms_norm_eps)) for p, f in rows
-    ]
+    for s in range(1, slots):
+        predicted = anchor + s + (c.slot_layout == "anchor_first")
+        x[s] = (hints or {}).get(predicted, x[s])
+    rows = [(p, w["fc.weight"] @ features[p]) for p in range(anchor)]
+    mark = w["carry_embedding"] if c.carry_distinction == "embedding" and carried else 0
+    apart = "carry_projector.weight" if c.carry_distinction == "projector" else "fc.weight"
+    rows += [(p, w[apart] @ (f + mark)) for p, f in carried]
+    memory = [(p, norm(v, w["hidden_norm.weight"], c.rms_norm_eps)) for p, v in rows]
     group = c.num_attention_heads // c.num_key_value_heads
     for i in range(c.num_hidden_layers):
         name = f"layers.{i}."
@@ -96,6 +119,7 @@ def dense_draft(
         normed = [norm(v, w[name + "input_layernorm.weight"], c.rms_norm_eps) for v in x]
         sources = memory + [(anchor + s, normed[s]) for s in range(slots)]
         keys = [(p, heads(v, "k_proj", c.num_key_value_heads, "k_norm")) for p, v in sources]
+        keys = [[rotate(head, p, c.rope_theta) for head in k] for p, k in keys]
         values = [heads(v, "v_proj", c.num_key_value_heads) for _, v in sources]
         attended = []
         for s in range(slots):
@@ -103,7 +127,7 @@ def dense_draft(
             out = []
             for h in range(c.num_attention_heads):
                 qh = rotate(q[h], anchor + s, c.rope_theta)
-                scores = torch.stack([qh @ rotate(k[h // group], p, c.rope_theta) for p, k in keys])
+                scores = torch.stack([qh @ k[h // group] for k in keys])
                 weights = (scores / c.head_dim**0.5).softmax(0)
                 out.append(sum(a * v[h // group] for a, v in zip(weights, values, strict=True)))
             attended.append(w[f"{name}self_attn.o_proj.weight"] @ torch.cat(out))
@@ -115,6 +139,13 @@ def dense_draft(
             x[s] = x[s] + w[name + "mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * up)
     x = [norm(v, w["norm.weight"], c.rms_norm_eps) for v in x]
     return torch.stack(x[1:] if c.slot_layout == "fill_in" else x)
+
+
+@torch.no_grad()
+def dense_next(target, prefix: Tensor, proposals: Tensor) -> Tensor:
+    """The target's probabilities [B, V] for the token after each proposal of a branch."""
+    target.set_attn_implementation("eager")
+    return target(torch.cat((prefix, proposals))[None]).logits[0, -len(proposals) :].softmax(-1)
 
 
 @torch.no_grad()

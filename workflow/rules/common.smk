@@ -89,6 +89,12 @@ def several_nodes():
     return {"nodes": nodes, "tasks": nodes, "mpi": "srun", "tasks_per_gpu": 0}
 
 
+def recorded():
+    """The manifest of what drafters train on: features, or responses where features are online."""
+    online = settings.training.features == "online"
+    return manifest((paths.responses if online else paths.features)("{target}"))
+
+
 def trained(variant):
     """The small file that names the last checkpoint of a finished training."""
     return str(paths.trained("{target}", "{drafter}", variant))

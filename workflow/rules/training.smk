@@ -5,7 +5,7 @@
 rule train_baseline:
     input:
         target=rules.target.output.manifest,
-        features=rules.features.output.manifest,
+        recorded=recorded(),
     output:
         trained=trained("baseline"),
     log:
@@ -34,7 +34,7 @@ rule train_baseline:
 rule train_further:
     input:
         target=rules.target.output.manifest,
-        features=rules.features.output.manifest,
+        recorded=recorded(),
         baseline=rules.train_baseline.output.trained,
     output:
         trained=trained("{variant}"),

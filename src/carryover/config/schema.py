@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from carryover.config.precision import resolve
 from carryover.config.stages import stage_subset
 
 GENERATED_DATASETS = (
@@ -95,6 +96,8 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+# `auto` is resolved when the config is read, so that it decides what results are called.
+Dtype = Annotated[Literal["auto", "bfloat16", "float32"], AfterValidator(resolve)]
 
 
 class Section(BaseModel):
@@ -107,8 +110,11 @@ class Target(Section):
     source: Annotated[str, AfterValidator(_target_source)] = Field(
         description="Where the model is from: package:NAME==VERSION | hub:ID@REVISION | path:DIR."
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="Weights and inference of the target."
+    dtype: Dtype = Field(
+        default="auto",
+        validate_default=True,
+        description="Weights and inference of the target: auto (bfloat16 where this machine "
+        "multiplies it fast, else float32) | bfloat16 | float32.",
     )
     feature_layers: Annotated[list[int], Field(min_length=1), AfterValidator(_layers)] = Field(
         description="0-based block outputs given to the drafter, in this order."
@@ -212,7 +218,7 @@ class Responses(Section):
         default=1.0, description="Nucleus sampling; 1 is off."
     )
     top_k: CountOrZero = Field(default=0, description="Top-k sampling; 0 is off.")
-    max_tokens: Count = Field(default=80, description="Longest response, in tokens.")
+    max_tokens: Count = Field(default=40, description="Longest response, in tokens.")
     max_model_len: Count = Field(
         default=1024, description="Longest prompt and response together, in tokens."
     )
@@ -233,13 +239,52 @@ class Features(Section):
 
 
 class Baseline(Section):
-    steps: Count = Field(default=2000, description="Optimizer steps.")
+    steps: Count = Field(default=800, description="Optimizer steps.")
     learning_rate: Positive = Field(default=1.0e-3, description="Peak learning rate.")
 
 
 class Further(Section):
-    steps: Count = Field(default=200, description="Optimizer steps on top of the baseline.")
+    steps: Count = Field(default=80, description="Optimizer steps on top of the baseline.")
     learning_rate: Positive = Field(default=5.0e-4, description="Peak learning rate.")
+
+
+class DFlashLosses(Section):
+    cross_entropy: NotNegative = Field(
+        default=1.0, description="Cross-entropy against the recorded tokens."
+    )
+    distribution: NotNegative = Field(
+        default=0.0, description="L1 distance of the drafter's distribution from the target's."
+    )
+
+    @model_validator(mode="after")
+    def _drafts(self) -> Self:
+        if not self.cross_entropy and not self.distribution:
+            message = "cross_entropy and distribution are both 0, so nothing would teach drafting"
+            raise KeyProblems([("cross_entropy", message)])
+        return self
+
+
+class MarkovLosses(DFlashLosses):
+    cross_entropy: NotNegative = Field(
+        default=0.1, description="Cross-entropy against the recorded tokens."
+    )
+    distribution: NotNegative = Field(
+        default=0.9, description="L1 distance of the drafter's distribution from the target's."
+    )
+    confidence: NotNegative = Field(
+        default=1.0,
+        description="Cross-entropy of the confidence head against the acceptance probability; "
+        "0: no such head.",
+    )
+
+
+class Losses(Section):
+    dflash: DFlashLosses = Field(
+        default_factory=DFlashLosses, description="Of drafters of kind dflash."
+    )
+    markov: MarkovLosses = Field(
+        default_factory=MarkovLosses, description="Of drafters of kind markov; as in DeepSpec."
+    )
 
 
 class Training(Section):
@@ -248,8 +293,19 @@ class Training(Section):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = Field(
         default=1, description="DeepSpeed ZeRO 0-3."
     )
-    precision: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="bfloat16 (with fp32 masters) | float32."
+    precision: Dtype = Field(
+        default="auto",
+        validate_default=True,
+        description="auto | bfloat16 (with fp32 masters) | float32.",
+    )
+    features: Literal["cached", "online"] = Field(
+        default="cached",
+        description="cached (written once by the stage features) | online (the target's forward "
+        "pass in every step, nothing on disk).",
+    )
+    attention: Literal["auto", "dense", "flex"] = Field(
+        default="auto",
+        description="Kernel of block attention: auto (flex on CUDA, dense on CPU) | dense | flex.",
     )
     max_length: Annotated[int, Field(ge=2)] = Field(
         default=384, description="Tokens of prompt and response; longer ones are cut."
@@ -267,10 +323,14 @@ class Training(Section):
     decay_gamma: Positive = Field(
         default=4.0, description="Loss weight of position k: exp(-(k-1)/gamma)."
     )
+    losses: Losses = Field(
+        default_factory=Losses,
+        description="What each term counts; each is a mean over the weighted positions.",
+    )
     held_out: CountOrZero = Field(default=64, description="Responses kept for validation.")
     log_every: Count = Field(default=25, description="Steps between two rows of metrics.")
-    evaluate_every: Count = Field(default=250, description="Steps between two validations.")
-    checkpoint_every: Count = Field(default=250, description="Steps between two checkpoints.")
+    evaluate_every: Count = Field(default=200, description="Steps between two validations.")
+    checkpoint_every: Count = Field(default=100, description="Steps between two checkpoints.")
     keep_checkpoints: Count = Field(default=2, description="Checkpoints kept; older ones go.")
     baseline: Baseline = Field(
         default_factory=Baseline, description="The drafter without carry, from its initial weights."
@@ -311,18 +371,36 @@ class Carry(Section):
         default="zeros", description="E_carry at the start: zeros | normal."
     )
 
+    @model_validator(mode="after")
+    def _can_be_told_apart(self) -> Self:
+        if self.rows != "hidden_states" and self.distinction != "none":
+            message = (
+                f"{self.distinction} tells carried rows apart, and rows: {self.rows} replaces mask "
+                "tokens and carries none; set distinction to none, or rows to hidden_states"
+            )
+            raise KeyProblems([("distinction", message)])
+        if self.embedding_init != "zeros" and self.distinction != "embedding":
+            message = (
+                f"{self.embedding_init} is for E_carry, which distinction: {self.distinction} does "
+                "not have; set embedding_init to zeros, or distinction to embedding"
+            )
+            raise KeyProblems([("embedding_init", message)])
+        return self
+
 
 class Benchmark(Section):
     temperatures: Annotated[list[NotNegative], Field(min_length=1), AfterValidator(_unique)] = (
         Field(default=[0], description="Sampling temperatures; a file of rows for each.")
     )
-    prompts: Count = Field(default=6, description="Prompts of each dataset.")
+    prompts: Count = Field(default=5, description="Prompts of each dataset.")
     max_tokens: Count = Field(default=32, description="Generated tokens a prompt.")
     warmup_prompts: CountOrZero = Field(
         default=1, description="Prompts run and not counted, per variant."
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16", description="Weights and inference of target and drafter."
+    dtype: Dtype = Field(
+        default="auto",
+        validate_default=True,
+        description="Weights and inference of target and drafter: auto | bfloat16 | float32.",
     )
     max_model_len: Count = Field(
         default=1024, description="Longest prompt and response together, in tokens."

@@ -90,14 +90,17 @@ def _train(
         raise CarryoverError(
             f"--variant {variant} is not trained", f"Choose one of {', '.join(TRAINED_VARIANTS)}."
         )
+    chosen = pick(config.drafters, "drafter", drafter)
     training = config.training.model_dump(exclude=_TRAINING_OPERATIONAL | _TRAINING_VARIANTS)
+    training["losses"] = training["losses"][chosen.kind]
     training["baseline"] = config.training.baseline.model_dump()
     if variant != "baseline":
         training["further"] = config.training.further.model_dump()
+    online = config.training.features == "online"
     subset = {
-        **_features(config, target),
+        **(_responses(config, target) if online else _features(config, target)),
         "target": pick(config.targets, "target", target).model_dump(),
-        "drafter": pick(config.drafters, "drafter", drafter).model_dump(),
+        "drafter": chosen.model_dump(),
         "variant": variant,
         "training": training,
     }

@@ -13,6 +13,7 @@ from carryover.drafter.model import Drafter
 from carryover.errors import CarryoverError
 
 HEAD, MAP = "lm_head.weight", "d2t"
+CARRY_EMBEDDING, CARRY_PROJECTOR = "carry_embedding", "carry_projector.weight"
 
 
 def save_drafter(
@@ -31,6 +32,9 @@ def save_drafter(
             for norm in ("q_norm", "k_norm"):
                 name = f"layers.{i}.self_attn.{norm}.weight"
                 tensors[name] = torch.ones(config.head_dim, dtype=drafter.fc.weight.dtype)
+    if _unmarked_rows(config):
+        # Served as an E_carry of zeros, which is the same: nothing is added before F.
+        tensors[CARRY_EMBEDDING] = torch.zeros(config.feature_size, dtype=drafter.fc.weight.dtype)
     if observed is not None and head is not None:
         tensors[HEAD] = head.detach().contiguous()
         # vLLM's convention: target id = draft id + d2t[draft id].
@@ -40,6 +44,12 @@ def save_drafter(
         save_file(tensors, path, metadata={"format": "pt"})
     dtype = str(drafter.fc.weight.dtype).removeprefix("torch.")
     write_json(folder / "config.json", config.to_json(dtype))
+
+
+def _unmarked_rows(config: DrafterConfig) -> bool:
+    return (
+        config.carry and config.carry_rows == "hidden_states" and config.carry_distinction == "none"
+    )
 
 
 def load_tensors(folder: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
@@ -66,15 +76,20 @@ def observed_ids(tensors: dict[str, Tensor]) -> Tensor | None:
 def load_into(drafter: Drafter, tensors: dict[str, Tensor]) -> None:
     """Copy a checkpoint's tensors into a drafter.
 
-    E_carry may be absent (a baseline that goes on with carry): it keeps its initial value. Any
-    other missing or unexpected tensor is refused by name.
+    What carry adds may be absent (a baseline that goes on with carry): E_carry keeps its initial
+    value, F_carry starts as F, with which it is no distinction at first. Any other missing or
+    unexpected tensor is refused by name.
     """
     own = drafter.state_dict()
     ignored = {HEAD, MAP}
     if not drafter.config.qk_norm:
         ignored |= {n for n in tensors if n.endswith(("q_norm.weight", "k_norm.weight"))}
+    if _unmarked_rows(drafter.config):
+        ignored |= {CARRY_EMBEDDING}
     given = {name: value for name, value in tensors.items() if name not in ignored}
-    missing = set(own) - set(given) - {"carry_embedding"}
+    if CARRY_PROJECTOR in own and "fc.weight" in given:
+        given.setdefault(CARRY_PROJECTOR, given["fc.weight"])
+    missing = set(own) - set(given) - {CARRY_EMBEDDING}
     unexpected = set(given) - set(own)
     wrong = {n for n in set(own) & set(given) if own[n].shape != given[n].shape}
     for what, names in (("lacks", missing), ("has unknown", unexpected), ("has misshapen", wrong)):

@@ -3,11 +3,12 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from carryover.drafter.layout import SlotLayout
+from carryover.drafter.layout import SlotLayout, slots
 from carryover.errors import CarryoverError
 
-# The plugin's class, and vLLM's own, which z-lab's checkpoints name.
+# The plugin's classes. vLLM's own are those that z-lab's and DeepSpec's checkpoints name.
 PLUGIN_ARCHITECTURE, STOCK_ARCHITECTURE = "DFlashCarryoverDraftModel", "DFlashDraftModel"
+PLUGIN_DSPARK, STOCK_DSPARK = "Qwen3CarryoverDSparkModel", "Qwen3DSparkModel"
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,9 @@ class DrafterConfig:
 
     `target_layer_ids` are 0-based block *outputs* of the target, in the order in which their
     hidden states are concatenated. `draft_vocab_size` is None where the drafter predicts over
-    the target's whole vocabulary with the target's head.
+    the target's whole vocabulary with the target's head. `markov_rank` is the rank of the
+    first-order correction head, 0 for a plain DFlash drafter; `confidence` adds the confidence
+    head, which reads the Markov head's embedding and so needs a rank.
     """
 
     hidden_size: int
@@ -38,7 +41,10 @@ class DrafterConfig:
     qk_norm: bool = True
     draft_vocab_size: int | None = None
     carry: bool = False
+    carry_rows: str = "hidden_states"
     carry_distinction: str = "embedding"
+    markov_rank: int = 0
+    confidence: bool = False
 
     @property
     def feature_size(self) -> int:
@@ -47,28 +53,47 @@ class DrafterConfig:
 
     @property
     def architectures(self) -> list[str]:
-        """vLLM takes the first that it knows. Its own class may stand in for a plain DFlash only:
-        it would serve a drafter with carry, or without q/k norms, wrongly and silently."""
+        """vLLM takes the first that it knows. Its own class may stand in only where it would serve
+        the drafter rightly: it knows neither carry nor a lack of q/k norms, and its DFlash has no
+        Markov head."""
         plain = self.qk_norm and not self.carry
+        if self.slot_layout == "anchor_first":
+            return [PLUGIN_DSPARK] + ([STOCK_DSPARK] if plain else [])
+        plain = plain and not self.markov_rank
         return [PLUGIN_ARCHITECTURE] + ([STOCK_ARCHITECTURE] if plain else [])
 
-    def with_carry(self, distinction: str) -> "DrafterConfig":
-        """The same drafter, able to read carried rows."""
-        return replace(self, carry=True, carry_distinction=distinction)
+    def with_carry(self, rows: str, distinction: str) -> "DrafterConfig":
+        """The same drafter, able to read what is carried: the config's section `carry`."""
+        return replace(self, carry=True, carry_rows=rows, carry_distinction=distinction)
 
     def to_json(self, dtype: str) -> dict[str, Any]:
-        """z-lab's `DFlashDraftModel` config.json, plus the field `carryover`."""
+        """z-lab's `DFlashDraftModel` config.json, plus the field `carryover`.
+
+        `block_size` counts slots: B + 1 in z-lab's layout, B in DeepSpec's. A Markov drafter has
+        DeepSpec's fields of its heads (`deepspec/modeling/dspark/qwen3/config.py`) at the top
+        level, and an anchor-first one also its layer ids and mask token.
+        """
         fields = asdict(self)
         own = {
             name: fields.pop(name)
             for name in (
                 "target_hidden_size", "target_blocks", "slot_layout", "qk_norm",
-                "carry", "carry_distinction",
+                "carry", "carry_rows", "carry_distinction", "markov_rank", "confidence",
             )
         }  # fmt: skip
         layer_ids = list(fields.pop("target_layer_ids"))
         proposals, mask = fields.pop("proposals"), fields.pop("mask_token_id")
         theta = fields.pop("rope_theta")
+        dspark: dict[str, Any] = {}
+        if own["markov_rank"]:
+            dspark |= {
+                "markov_rank": own["markov_rank"],
+                "markov_head_type": "vanilla",
+                "enable_confidence_head": own["confidence"],
+                "confidence_head_with_markov": own["confidence"],
+            }
+        if own["slot_layout"] == "anchor_first":
+            dspark |= {"target_layer_ids": layer_ids, "mask_token_id": mask}
         if fields["draft_vocab_size"] is None:
             del fields["draft_vocab_size"]
         return {
@@ -81,10 +106,12 @@ class DrafterConfig:
             "attention_bias": False,
             "tie_word_embeddings": False,
             "dtype": dtype,
-            "block_size": proposals + 1,
+            "block_size": slots(own["slot_layout"], proposals),
             "dflash_config": {"mask_token_id": mask, "target_layer_ids": layer_ids},
+            **dspark,
             "carryover": {
                 "enabled": own["carry"],
+                "rows": own["carry_rows"],
                 "distinction": own["carry_distinction"],
                 "slot_layout": own["slot_layout"],
                 "qk_norm": own["qk_norm"],
@@ -119,7 +146,11 @@ class DrafterConfig:
                 qk_norm=own["qk_norm"],
                 draft_vocab_size=data.get("draft_vocab_size"),
                 carry=own["enabled"],
+                # Drafters from before it could be chosen do not say it.
+                carry_rows=own.get("rows", "hidden_states"),
                 carry_distinction=own["distinction"],
+                markov_rank=data.get("markov_rank", 0),
+                confidence=data.get("enable_confidence_head", False),
             )
         except KeyError as error:
             raise CarryoverError(

@@ -22,6 +22,8 @@ def new_config(
     slot_layout: Any,
     qk_norm: bool,
     draft_vocab_size: int | None,
+    markov_rank: int = 0,
+    confidence: bool = False,
 ) -> DrafterConfig:
     """Drafter shapes: the target's own width, heads and feed-forward size."""
     text = target.config.get_text_config()
@@ -48,16 +50,24 @@ def new_config(
         slot_layout=slot_layout,
         qk_norm=qk_norm,
         draft_vocab_size=draft_vocab_size,
+        markov_rank=markov_rank,
+        confidence=confidence,
     )
 
 
 @torch.no_grad()
 def initialize_random(drafter: Drafter, seed: int) -> None:
-    """Linear weights from N(0, 0.02), norms at one."""
+    """Linear and embedding weights from N(0, 0.02), biases at zero, norms at one.
+
+    So does DeepSpec, both Markov matrices included: `Qwen3DSparkModel` ends its `__init__` with
+    transformers' `post_init`. Their product starts near zero and both receive gradients.
+    """
     generator = torch.Generator().manual_seed(seed)
     for module in drafter.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear | nn.Embedding):
             module.weight.normal_(0.0, 0.02, generator=generator)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.zero_()
 
 
 @torch.no_grad()

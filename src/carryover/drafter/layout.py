@@ -61,3 +61,23 @@ def carried_rows(accepted: Tensor, proposals: int) -> Tensor:
     Full acceptance (m = B) carries nothing.
     """
     return torch.arange(1, proposals + 1, device=accepted.device) > accepted[..., None]
+
+
+def hinting_rows(accepted: Tensor, ahead: int, layout: SlotLayout, proposals: int) -> Tensor:
+    """Which row of a verified round hints at what each slot of the next block predicts.
+
+    Row q = 1..B of a round at anchor a stands at position a+q; its hint is for position
+    a + q + ahead: a draft token is for its own position (`ahead` 0), what the target predicts
+    from the row for the one after it (`ahead` 1). A hint belongs to the slot that predicts its
+    position. The next block starts at the correction, a' = a + m + 1, so of the rejected rows'
+    hints the one for m + 1 is past (a draft token only), and the slots of the next block that look
+    further ahead than the hints reach have none. Slot 0 holds the anchor and takes no hint, also
+    where it predicts (`anchor_first`).
+
+    accepted: [...] int64, m -> [..., S] int64, the row q, or 0 for a slot without a hint. Full
+    acceptance leaves no hints.
+    """
+    slot = torch.arange(slots(layout, proposals), device=accepted.device)
+    predicted = slot if layout == "fill_in" else slot + 1  # relative to a'
+    row = accepted[..., None] + 1 + predicted - ahead
+    return torch.where((slot > 0) & (row <= proposals), row, 0)

@@ -5,13 +5,16 @@ B proposals, H hidden size, nH_t width of the concatenated target features, D he
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from carryover.drafter import layout
+from carryover.drafter.attention import Kernel, Visible, block_attention
 from carryover.drafter.config import DrafterConfig
+from carryover.drafter.markov import ConfidenceHead, MarkovHead
 
 
 @dataclass
@@ -25,6 +28,24 @@ class Carry:
     features: Tensor
     positions: Tensor
     visible: Tensor
+
+
+@dataclass
+class Hints:
+    """Tokens of one round that stand in for MASK in the next draft, which then carries no rows.
+
+    Slot by slot: ids: [R, N, S, k] int64, target ids; weights: [R, N, S, k], summing to one over
+    k; exists: [R, N, S] bool, where the slot keeps its own input if false. Paper, Table 3.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    exists: Tensor
+
+    def embedded(self, embedding: Tensor) -> Tensor:
+        """Weighted mean of the tokens' rows of embedding [V, H]: [R, N, S, H]."""
+        tokens = F.embedding(self.ids, embedding)
+        return (self.weights.to(tokens.dtype)[..., None, :] @ tokens).squeeze(-2)
 
 
 class Rotary(nn.Module):
@@ -69,84 +90,45 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         return self.rotary(k, positions), v
 
-    def forward(
+    def parts(
         self,
         x: Tensor,
         positions: Tensor,
         context: Tensor,
         context_positions: Tensor,
-        context_visible: Tensor,
+        visible: Visible,
         carried: Tensor | None,
-        carry: Carry | None,
-    ) -> Tensor:
-        """One attention output per slot.
+        carried_positions: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Visible]:
+        """The arguments of `block_attention`, carried rows first among a block's own keys.
 
         x: [R, N, S, H] normed slot states at positions [R, N, S]; context: [R, T, H] normed fc
-        outputs at context_positions [R, T], seen where context_visible [R, N, T]; carried:
-        [R, N, B, H] normed fc outputs of the carried rows. Returns [R, N, S, H].
+        outputs at context_positions [R, T]; carried: [R, N, B, H] normed projections of the
+        carried rows at carried_positions [R, N, B].
         """
         q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)))
         q = self.rotary(q, positions)
         own_k, own_v = self.keys_values(x, positions)
-        own_visible = torch.ones(*x.shape[:3], dtype=torch.bool, device=x.device)
-        if carried is not None and carry is not None:
-            carried_k, carried_v = self.keys_values(carried, carry.positions)
+        if carried is not None and carried_positions is not None:
+            carried_k, carried_v = self.keys_values(carried, carried_positions)
             own_k, own_v = torch.cat((carried_k, own_k), 2), torch.cat((carried_v, own_v), 2)
-            own_visible = torch.cat((carry.visible, own_visible), 2)
         context_k, context_v = self.keys_values(context, context_positions)
-        out = block_attention(
-            q,
-            context_k,
-            context_v,
-            context_visible[:, :, None],
-            own_k,
-            own_v,
-            own_visible[:, :, None],
-        )
-        return self.o_proj(out.flatten(-2))
+        return q, context_k, context_v, own_k, own_v, visible
 
+    def forward(self, *inputs: Any) -> Tensor:
+        """One attention output per slot, [R, N, S, H]; the inputs are those of `parts`."""
+        return self.o_proj(block_attention(*self.parts(*inputs)).flatten(-2))
 
-def block_attention(
-    q: Tensor,
-    context_k: Tensor,
-    context_v: Tensor,
-    context_visible: Tensor,
-    own_k: Tensor,
-    own_v: Tensor,
-    own_visible: Tensor,
-    scale: float | None = None,
-) -> Tensor:
-    """Softmax attention of blocks over a shared context and each block's own keys.
+    def carried_share(self, *inputs: Any) -> Tensor:
+        """Softmax mass on the carried rows, [R, N, S, heads]; the inputs are those of `parts`.
 
-    The scores of the two parts are computed apart, since a block's own keys are seen by no other
-    block: a dense mask over all blocks' keys would spend N times the work on them.
-
-    q: [R, N, S, heads, D]; context_k, context_v: [R, T, kv_heads, D]; own_k, own_v:
-    [R, N, J, kv_heads, D]; context_visible: [R, N, S or 1, T] and own_visible: [R, N, S or 1, J],
-    bool, each query seeing something. Returns [R, N, S, heads, D].
-    """
-    rows, blocks, size, heads, dim = q.shape
-    kv_heads, length, own = context_k.shape[2], context_k.shape[1], own_k.shape[2]
-    group = heads // kv_heads
-    # [R, kv, N, G, S, D]: a group's queries share a key head.
-    q = q * (dim**-0.5 if scale is None else scale)
-    q = q.unflatten(3, (kv_heads, group)).permute(0, 3, 1, 4, 2, 5)
-    context_scores = q.reshape(rows, kv_heads, -1, dim) @ context_k.permute(0, 2, 3, 1)
-    own_scores = q.reshape(rows, kv_heads, blocks, group * size, dim) @ own_k.permute(0, 3, 1, 4, 2)
-    shape = (rows, kv_heads, blocks, group, size)
-    scores = torch.cat((context_scores.view(*shape, length), own_scores.view(*shape, own)), -1)
-    queries = max(context_visible.shape[2], own_visible.shape[2])
-    parts = (v.expand(-1, -1, queries, -1) for v in (context_visible, own_visible))
-    visible = torch.cat(tuple(parts), -1)[:, None, :, None]
-    # torch's CPU and CUDA softmax of bf16 works in fp32 and rounds once.
-    weights = scores.masked_fill_(~visible, float("-inf")).softmax(-1)
-    context_weights, own_weights = weights.split((length, own), -1)
-    out = context_weights.reshape(rows, kv_heads, -1, length) @ context_v.permute(0, 2, 1, 3)
-    own_out = own_weights.reshape(rows, kv_heads, blocks, group * size, own) @ own_v.permute(
-        0, 3, 1, 2, 4
-    )
-    out = out.view(*shape, dim) + own_out.view(*shape, dim)
-    return out.permute(0, 2, 4, 1, 3, 5).reshape(rows, blocks, size, heads, dim)
+        It is what attention gives when values are one on carried rows and zero elsewhere.
+        """
+        q, context_k, context_v, own_k, own_v, visible = self.parts(*inputs)
+        on_carried = torch.zeros_like(own_v)
+        on_carried[:, :, : own_v.shape[2] - q.shape[2]] = 1
+        nothing = torch.zeros_like(context_v)
+        return block_attention(q, context_k, nothing, own_k, on_carried, visible)[..., 0]
 
 
 class MLP(nn.Module):
@@ -181,12 +163,14 @@ class Block(nn.Module):
 class Drafter(nn.Module):
     """DFlash backbone; parameters are named as in z-lab's `DFlashDraftModel` checkpoints.
 
-    The target's input embedding and the head are frozen and shared: they are handed in with
-    `share` and are neither parameters nor part of a checkpoint.
+    A Markov drafter is the same backbone with `markov_head` and, where the config asks for it,
+    `confidence_head`; what reads the hidden states applies them. The target's input embedding is
+    frozen and shared: it is handed in with `share` and is neither a parameter nor part of a
+    checkpoint.
     """
 
     embedding: Tensor  # [V, H], the target's
-    head: Tensor  # [V or V_d, H], the target's rows
+    kernel: Kernel = "auto"
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -197,11 +181,17 @@ class Drafter(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.carry and config.carry_distinction == "embedding":
             self.carry_embedding = nn.Parameter(torch.zeros(config.feature_size))  # E_carry
+        if config.carry and config.carry_distinction == "projector":  # F_carry
+            self.carry_projector = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        rank, vocabulary = config.markov_rank, config.draft_vocab_size or config.vocab_size
+        self.markov_head = MarkovHead(config.vocab_size, vocabulary, rank) if rank else None
+        self.confidence_head = (
+            ConfidenceHead(config.hidden_size, rank) if config.confidence else None
+        )
 
-    def share(self, embedding: Tensor, head: Tensor) -> None:
-        """Attach the frozen input embedding [V, H] and head rows [V or V_d, H]."""
+    def share(self, embedding: Tensor) -> None:
+        """Attach the frozen input embedding [V, H]."""
         self.register_buffer("embedding", embedding.detach(), persistent=False)
-        self.register_buffer("head", head.detach(), persistent=False)
 
     def project(self, features: Tensor) -> Tensor:
         """Normed F(h), what every layer's K and V read: [..., nH_t] -> [..., H]."""
@@ -212,7 +202,7 @@ class Drafter(nn.Module):
         anchor_tokens: Tensor,
         anchors: Tensor,
         features: Tensor,
-        carry: Carry | None = None,
+        carry: Carry | Hints | None = None,
     ) -> Tensor:
         """Hidden states that predict positions a+1 .. a+B.
 
@@ -228,15 +218,34 @@ class Drafter(nn.Module):
         length = features.shape[1]
         context = self.project(features)
         context_positions = torch.arange(length, device=anchors.device).expand(len(anchors), -1)
-        visible = layout.context_visible(anchors, length)
-        carried = None if carry is None else self.project(self.mark(carry.features))
         x = F.embedding(ids, self.embedding)
+        if isinstance(carry, Hints):
+            x = torch.where(carry.exists[..., None], carry.embedded(self.embedding), x)
+        rows = carry if isinstance(carry, Carry) else None
+        carried = None if rows is None else self.project_carried(rows.features)
+        visible = self._visible(anchors, length, None if rows is None else rows.visible)
+        at = None if rows is None else rows.positions
         for block in self.layers:
-            x = block(x, positions, context, context_positions, visible, carried, carry)
+            x = block(x, positions, context, context_positions, visible, carried, at)
         return self.norm(x)[:, :, layout.predicting_slots(config.slot_layout, config.proposals)]
 
-    def mark(self, features: Tensor) -> Tensor:
-        """Carried features told apart from committed ones: h + E_carry (Algorithm 1, line 1)."""
-        if self.config.carry_distinction == "embedding":
-            return features + self.carry_embedding
-        return features
+    def _visible(self, anchors: Tensor, length: int, carried: Tensor | None) -> Visible:
+        """A slot sees the context before its anchor, the carried rows, and its own block."""
+        size = layout.slots(self.config.slot_layout, self.config.proposals)
+        own = anchors.new_ones(*anchors.shape, size, dtype=torch.bool)
+        if carried is not None:
+            own = torch.cat((carried, own), 2)
+        context = layout.context_visible(anchors, length)
+        return Visible(context[:, :, None], own[:, :, None], self.kernel)
+
+    def project_carried(self, features: Tensor) -> Tensor:
+        """`project` for carried rows, told apart from committed ones by `carry_distinction`.
+
+        embedding: F(h + E_carry) (Algorithm 1, line 1); projector: F_carry(h); none: F(h).
+        """
+        match self.config.carry_distinction:
+            case "embedding":
+                return self.project(features + self.carry_embedding)
+            case "projector":
+                return self.hidden_norm(self.carry_projector(features))
+        return self.project(features)

@@ -9,7 +9,7 @@ import torch
 
 from carryover.errors import CarryoverError
 
-CARRY_EMBEDDING = "carry_embedding"
+CARRY_EMBEDDING, CARRY_PROJECTOR = "carry_embedding", "carry_projector.weight"
 _OF_EACH_LAYER = (
     "self_attn.q_proj",
     "self_attn.k_proj",

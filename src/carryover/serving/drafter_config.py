@@ -43,12 +43,32 @@ class DrafterSettings:
                 "(slot k predicts anchor + k)",
                 "Train and export with slot_layout: fill_in.",
             )
+        if field["enabled"]:
+            _check_carry(field)
         qk_norm = field.get("qk_norm", True)
         if not isinstance(qk_norm, bool):
             raise CarryoverError(
                 f"`carryover.qk_norm` is {qk_norm!r}, not true or false", _EXPORT_AGAIN
             )
         return cls(enabled=field["enabled"], qk_norm=qk_norm)
+
+
+def _check_carry(field: dict[str, Any]) -> None:
+    """Refuse what the draft model does not read: it adds E_carry to rejected hidden states."""
+    without = "or set `carryover.enabled` to false to serve it without carry."
+    rows = field.get("rows", "hidden_states")
+    if rows != "hidden_states":
+        raise CarryoverError(
+            f"`carryover.rows` is {rows!r}, and only hidden_states are carried over in serving",
+            f"Train with carry.rows: hidden_states, {without}",
+        )
+    # An export with `none` holds an E_carry of zeros.
+    distinction = field.get("distinction", "embedding")
+    if distinction not in ("embedding", "none"):
+        raise CarryoverError(
+            f"`carryover.distinction` is {distinction!r}, and only embedding and none are served",
+            f"Train with carry.distinction: embedding, {without}",
+        )
 
 
 def check(vllm_config: VllmConfig) -> DrafterSettings:

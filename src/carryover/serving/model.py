@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 
 from carryover.serving import corrections
-from carryover.serving.checkpoint import CARRY_EMBEDDING, check_tensors
+from carryover.serving.checkpoint import CARRY_EMBEDDING, CARRY_PROJECTOR, check_tensors
 from carryover.serving.drafter_config import DrafterSettings, check
 
 
@@ -84,7 +84,7 @@ class CarryoverDFlashForCausalLM(DFlashQwen3ForCausalLM):
     ) -> None:
         """Load a checkpoint. Raises CarryoverError where a tensor is missing or of another shape.
 
-        A checkpoint's E_carry is left out when `carryover.enabled` is false.
+        A checkpoint's E_carry or F_carry is left out when `carryover.enabled` is false.
         """
         tensors = dict(weights)
         projection: Any = self.model.fc
@@ -99,6 +99,7 @@ class CarryoverDFlashForCausalLM(DFlashQwen3ForCausalLM):
             carries=self.settings.enabled,
         )
         carry_embedding = tensors.pop(CARRY_EMBEDDING, None)
+        tensors.pop(CARRY_PROJECTOR, None)
         super().load_weights(tensors.items())
         if self.settings.enabled and carry_embedding is not None:
             # In fp32, rounded once: E_carry is small beside the features it is added to.

@@ -33,7 +33,7 @@ def run(config: Config, *, target: str, drafter: str, variant: str) -> None:
     from carryover.training.planned import refuse_planned
     from carryover.training.result import trained_folder, write_trained
 
-    refuse_planned(config, [drafter], [variant])
+    refuse_planned(config, [drafter])
     if variant != "baseline":
         trained_folder(config, target, drafter, "baseline")
     if RANK_MARK not in os.environ:

@@ -4,23 +4,15 @@ Paper, Algorithm 2. All anchors of a batch go through the three stages at once.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from carryover.drafter.layout import carried_rows, proposal_positions
-from carryover.drafter.model import Carry, Drafter
+from carryover.drafter.model import Carry, Drafter, Hints
 from carryover.training.batch import Batch
-from carryover.training.verify import Verifier
-
-
-class DraftVocabulary(Protocol):
-    """Greedy proposals of a drafter, as target ids."""
-
-    def propose(self, hidden: Tensor) -> Tensor:
-        """[R, N, B, H] -> [R, N, B] int64."""
-        ...
+from carryover.training.carry import NEXT_TOKENS, carry_of
+from carryover.training.verify import Reading, Verifier
+from carryover.training.vocabulary import Vocabulary
 
 
 @dataclass
@@ -32,24 +24,32 @@ class Blocks:
 
     anchors: Tensor
     valid: Tensor
-    carry: Carry | None = None
+    carry: Carry | Hints | None = None
     accepted: Tensor | None = None
 
 
 @torch.no_grad()
 def draft_and_verify(
-    drafter: Drafter, vocabulary: DraftVocabulary, verifier: Verifier, batch: Batch
+    drafter: Drafter,
+    vocabulary: Vocabulary,
+    verifier: Verifier,
+    batch: Batch,
+    reading: Reading | None = None,
 ) -> Blocks:
     """Stages 1 and 2, without gradient: draft at a_i, verify, shift to a'_i = a_i + m_i + 1.
 
     Full acceptance keeps the anchor, with an empty carry. A shift that leaves no recorded token
     to predict makes the block invalid. The second draft reads the recorded prefix, also where
     verification accepted a token that differs from a sampled response (Algorithm 2 as printed).
+    reading: of `batch.token_ids`, where there is one already.
     """
     anchors = batch.anchors
-    hidden = drafter(batch.token_ids.gather(1, anchors), anchors, batch.features)  # y[<= a_i]
-    proposals = vocabulary.propose(hidden)  # d_i
-    verified = verifier(batch.token_ids, anchors, proposals)  # H_i and the target's greedy tokens
+    tokens = batch.token_ids.gather(1, anchors)
+    hidden = drafter(tokens, anchors, batch.features)  # y[<= a_i]
+    proposals = vocabulary.propose(hidden, tokens, drafter.markov_head)  # d_i
+    wanted = NEXT_TOKENS.get(drafter.config.carry_rows, 0)
+    # H_i and the target's greedy tokens
+    verified = verifier(reading or verifier.read(batch.token_ids), anchors, proposals, wanted)
     size = proposals.shape[-1]
     accepted = (proposals == verified.predicted).cumprod(-1).sum(-1)  # m_i
     shifted = torch.where(accepted == size, anchors, anchors + accepted + 1)  # a'_i
@@ -57,10 +57,6 @@ def draft_and_verify(
     return Blocks(
         anchors=torch.where(valid, shifted, 0),
         valid=valid,
-        carry=Carry(
-            features=verified.features.to(batch.features.dtype),
-            positions=proposal_positions(anchors, size),
-            visible=carried_rows(accepted, size) & valid[..., None],
-        ),
+        carry=carry_of(drafter.config, batch, proposals, verified, accepted, valid),
         accepted=accepted,
     )

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,20 @@ from carryover.artifacts import atomic_path
 from carryover.config import Config
 from carryover.drafter.checkpoint import load_into, load_tensors, observed_ids, save_drafter
 from carryover.drafter.initialize import initialize_from_target, initialize_random, new_config
-from carryover.drafter.model import Drafter
+from carryover.drafter.model import Carry, Drafter
 from carryover.errors import CarryoverError
-from carryover.features.store import FeatureStore
 from carryover.paths import Paths
 from carryover.progress import Progress
 from carryover.target import load_target
 from carryover.training import checkpoints
+from carryover.training.attention import carried_share
 from carryover.training.batch import Batch, collate
 from carryover.training.dvd import Blocks, draft_and_verify
-from carryover.training.objective import Labels, Totals, draft_loss, label
+from carryover.training.objective import TERMS, Labels, Totals, draft_loss, label
+from carryover.training.recorded import open_recorded
 from carryover.training.result import checkpoint_config
 from carryover.training.sampling import generator, split, step_rows
-from carryover.training.verify import Verifier
+from carryover.training.verify import Reading, Verifier
 from carryover.training.vocabulary import Vocabulary, observed_tokens
 
 log = logging.getLogger(__name__)
@@ -44,9 +46,11 @@ class _Objective(nn.Module):
         self.drafter = drafter
         self.vocabulary = vocabulary
 
-    def forward(self, batch: Batch, blocks: Blocks, labels: Labels) -> tuple[Tensor, Tensor]:
-        totals = draft_loss(self.drafter, self.vocabulary, batch, blocks, labels)
-        return totals.loss, totals.as_vector().detach()
+    def forward(
+        self, batch: Batch, blocks: Blocks, labels: Labels, scales: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        totals = draft_loss(self.drafter, self.vocabulary, batch, blocks, labels, scales)
+        return totals.loss, totals.as_vector()
 
 
 class Trainer:
@@ -68,16 +72,23 @@ class Trainer:
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         self.dtype = getattr(torch, self.settings.precision)
 
-        self.store = FeatureStore(self.paths.features(target), config.stage("features", target))
+        self.store = open_recorded(config, target)
         self.rows, self.held_out = split(len(self.store), self.settings.held_out, config.seed)
         model: Any = load_target(self.paths.target(target), self.dtype)[0]
         model.to(self.device)
         self.gamma = self.settings.decay_gamma
+        losses = getattr(self.settings.losses, config.drafters[drafter].kind).model_dump()
+        self.factors = [losses.get(term, 0.0) for term in TERMS]
+        # The recorded features do not hold the last block's output, from which p follows.
+        self.compares = any(self.factors[1:])
         self.drafter, self.vocabulary = self._build(model, target, drafter)
         self.proposals = self.drafter.config.proposals
-        self.verifier = (
-            Verifier(model, list(self.drafter.config.target_layer_ids)) if self.carries else None
-        )
+        self.verifier = None
+        if self.carries or self.compares or self.settings.features == "online":
+            self.verifier = Verifier(
+                model, list(self.drafter.config.target_layer_ids), self.settings.attention
+            )
+        self.objective = _Objective(self.drafter, self.vocabulary)
         self.engine = self._engine()
 
     def _build(self, model: Any, target: str, drafter: str) -> tuple[Drafter, Vocabulary]:
@@ -97,6 +108,8 @@ class Trainer:
                 slot_layout=wanted.slot_layout,
                 qk_norm=wanted.qk_norm,
                 draft_vocab_size=None if observed is None else len(observed),
+                markov_rank=wanted.markov_rank if wanted.kind == "markov" else 0,
+                confidence=self.factors[TERMS.index("confidence")] > 0,
             )
             module = Drafter(drafter_config)
             initialize_random(module, self.config.seed)
@@ -108,14 +121,16 @@ class Trainer:
             drafter_config, tensors = load_tensors(folder)
             observed = observed_ids(tensors)
             if self.carries:
-                drafter_config = drafter_config.with_carry(self.config.carry.distinction)
+                carry = self.config.carry
+                drafter_config = drafter_config.with_carry(carry.rows, carry.distinction)
             module = Drafter(drafter_config)
             load_into(module, tensors)
             if self.carries and self.config.carry.embedding_init == "normal":
                 noise = generator(self.config.seed, "carry_embedding")
                 torch.nn.init.normal_(module.carry_embedding, std=0.02, generator=noise)
         vocabulary = Vocabulary(head, observed)
-        module.share(embedding, vocabulary.head)
+        module.share(embedding)
+        module.kernel = self.settings.attention
         return module, vocabulary
 
     def _engine(self) -> Any:
@@ -131,10 +146,9 @@ class Trainer:
                 return (step + 1) / warmup
             return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
-        objective = _Objective(self.drafter, self.vocabulary)
         engine, _, _, _ = deepspeed.initialize(
-            model=objective,
-            model_parameters=[p for p in objective.parameters() if p.requires_grad],
+            model=self.objective,
+            model_parameters=[p for p in self.objective.parameters() if p.requires_grad],
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
             config={
                 "train_micro_batch_size_per_gpu": settings.micro_batch,
@@ -153,6 +167,10 @@ class Trainer:
                 "steps_per_print": 10**9,
             },
         )
+        if settings.zero_stage == 3 and self.drafter.markov_head is not None:
+            # The loss reads this weight outside of the module that owns it.
+            weight = self.drafter.markov_head.markov_w2.weight
+            deepspeed.zero.register_external_parameter(self.objective, weight)
         return engine
 
     def run(self) -> None:
@@ -177,16 +195,16 @@ class Trainer:
                     total = torch.stack(window).sum(0)
                     dist.all_reduce(total)
                     seconds, clock = time.perf_counter() - clock, time.perf_counter()
-                    report = Totals.report(total[:-1], self.proposals)
+                    report = Totals.report(total[:-1], self.proposals, self.factors)
                     report |= {
                         "anchors_per_s": total[-1].item() / seconds,
                         "learning_rate": self.engine.get_lr()[0],
                         "gradient_norm": float(self.engine.get_global_grad_norm() or 0.0),
                     }
                     window.clear()
-                    if not total[0].isfinite():
+                    if not math.isfinite(report["loss"]):
                         raise CarryoverError(
-                            f"the loss of {self.variant} is {total[0]} at step {step}",
+                            f"the loss of {self.variant} is {report['loss']} at step {step}",
                             "Lower training.*.learning_rate and train again.",
                         )
                     metrics.write(step=step, **report)
@@ -216,26 +234,46 @@ class Trainer:
     def step(self, step: int) -> Tensor:
         """One optimizer step; returns this rank's sums (Totals, then the number of anchors)."""
         prepared = [self.prepare(batch) for batch in self._micro_batches(step)]
-        weight = torch.stack([labels.weights.sum() for _, _, labels in prepared]).sum()
-        dist.all_reduce(weight)
-        # DeepSpeed averages over ranks and micro-batches; the loss is a mean over the summed
+        weights = torch.stack([labels.summed_weights() for _, _, labels in prepared]).sum(0)
+        dist.all_reduce(weights)
+        # DeepSpeed averages over ranks and micro-batches; each term is a mean over the summed
         # weights of the whole step, so that neither changes the gradient.
-        scale = self.world * len(prepared) / weight.clamp(min=1e-9)
+        scales = weights.new_tensor(self.factors) * self.world * len(prepared)
+        scales = scales / weights.clamp(min=1e-9)
         sums = []
         for batch, blocks, labels in prepared:
-            loss, vector = self.engine(batch, blocks, labels)
-            self.engine.backward(loss * scale)
+            loss, vector = self.engine(batch, blocks, labels, scales)
+            self.engine.backward(loss)
             self.engine.step()
             sums.append(torch.cat((vector, batch.valid.sum().double().view(1))))
         return torch.stack(sums).sum(0)
 
     def prepare(self, batch: Batch) -> tuple[Batch, Blocks, Labels]:
-        """Where to draft: at the sampled anchors, or where parallel DVD takes them."""
+        """Where to draft, and what has to be predicted there."""
+        batch, reading = self._read(batch)
+        blocks = self._blocks(batch, reading)
+        return batch, blocks, self._label(batch, blocks, reading)
+
+    def _read(self, batch: Batch) -> tuple[Batch, Reading | None]:
+        """The target's one pass over the responses, where the training needs it; online, with the
+        features that it gives."""
         if self.verifier is None:
-            blocks = Blocks(batch.anchors, batch.valid)
-        else:
-            blocks = draft_and_verify(self.drafter, self.vocabulary, self.verifier, batch)
-        return batch, blocks, label(batch, blocks, self.vocabulary, self.proposals, self.gamma)
+            return batch, None
+        reading = self.verifier.read(batch.token_ids)
+        if self.settings.features == "online":
+            # Rounded as features on disk are.
+            batch = replace(batch, features=reading.features.bfloat16().to(self.dtype))
+        return batch, reading
+
+    def _blocks(self, batch: Batch, reading: Reading | None) -> Blocks:
+        """Drafts at the sampled anchors, or where parallel DVD takes them."""
+        if self.carries and self.verifier is not None:
+            return draft_and_verify(self.drafter, self.vocabulary, self.verifier, batch, reading)
+        return Blocks(batch.anchors, batch.valid)
+
+    def _label(self, batch: Batch, blocks: Blocks, reading: Reading | None) -> Labels:
+        hidden = reading.hidden if self.compares and reading is not None else None
+        return label(batch, blocks, self.vocabulary, self.proposals, self.gamma, hidden)
 
     def _micro_batches(self, step: int) -> Iterator[Batch]:
         settings, seed = self.settings, self.config.seed
@@ -263,34 +301,42 @@ class Trainer:
     def evaluate(self) -> dict[str, Any]:
         """Held-out loss and accuracy without carry; with carry beside it for carryover.
 
-        The carried and the uncarried draft start at the same shifted anchors.
+        The carried and the uncarried draft start at the same shifted anchors. Where rows are
+        carried, `held_out_carry_attention` is their share of the attention.
         """
         if not self.held_out:
             return {}
         sums: dict[str, Tensor] = {}
+        share = torch.zeros(2, dtype=torch.float64, device=self.device)
         size = self.settings.micro_batch
         groups = [self.held_out[i : i + size] for i in range(0, len(self.held_out), size)]
         for index in range(self.rank, len(groups), self.world):
             batch = self._collate(groups[index], index * size, self.config.seed, "held-out")
+            batch, reading = self._read(batch)
             drafts = {"held_out": Blocks(batch.anchors, batch.valid)}
-            if self.verifier is not None:
-                blocks = draft_and_verify(self.drafter, self.vocabulary, self.verifier, batch)
-                drafts["held_out_carry_on"] = blocks
-                drafts["held_out_carry_off"] = Blocks(blocks.anchors, blocks.valid)
+            if self.carries:
+                drafted = self._blocks(batch, reading)
+                drafts["held_out_carry_on"] = drafted
+                drafts["held_out_carry_off"] = Blocks(drafted.anchors, drafted.valid)
+                if isinstance(drafted.carry, Carry):
+                    share += carried_share(self.drafter, batch, drafted)
             for name, blocks in drafts.items():
-                labels = label(batch, blocks, self.vocabulary, self.proposals, self.gamma)
-                totals = draft_loss(self.drafter, self.vocabulary, batch, blocks, labels)
-                sums[name] = sums.get(name, 0) + totals.as_vector()
+                labels = self._label(batch, blocks, reading)
+                _, vector = self.objective(batch, blocks, labels, torch.ones(len(TERMS)))
+                sums[name] = sums.get(name, 0) + vector
         result: dict[str, Any] = {}
         names = ["held_out"] + (["held_out_carry_on", "held_out_carry_off"] if self.carries else [])
         for name in names:
-            nothing = torch.zeros(6 + 2 * self.proposals, dtype=torch.float64, device=self.device)
-            vector = sums.get(name, nothing)
+            vector = sums.get(name, Totals.nothing(self.proposals).to(self.device))
             dist.all_reduce(vector)
-            report = Totals.report(vector, self.proposals)
+            report = Totals.report(vector, self.proposals, self.factors)
+            result |= {f"{name}_{term}": report[term] for term in TERMS if term in report}
             result[f"{name}_loss"] = report["loss"]
             result[f"{name}_accuracy"] = report["accuracy"]
             result[f"{name}_acceptance_length"] = report["expected_acceptance_length"]
+        if self.carries and self.drafter.config.carry_rows == "hidden_states":
+            dist.all_reduce(share)
+            result["held_out_carry_attention"] = (share[0] / share[1].clamp(min=1)).item()
         return result
 
     def _save_final(self) -> None:

@@ -1,4 +1,16 @@
-"""Position-weighted cross-entropy over a frozen head, without keeping the logits."""
+"""Losses over a frozen head, without keeping the logits.
+
+Per position, with the drafter's distribution q and the target's p (DeepSpec,
+`deepspec/modeling/dspark/loss.py`):
+
+* cross-entropy: -log q(y), y the recorded token;
+* distribution matching: the L1 distance sum_v |q(v) - p(v)| over the target's whole vocabulary;
+* confidence: binary cross-entropy of the confidence head against the probability
+  sum_v min(p(v), q(v)) = 1 - L1 / 2 that a token sampled from q is accepted, held constant.
+
+A reduced draft vocabulary has q = 0 outside of it. p keeps its own normalisation there: the mass
+that it has outside can never be accepted, so it counts as distance and not as acceptance.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,61 +32,150 @@ def position_weights(valid: Tensor, gamma: float) -> Tensor:
     return torch.exp(-k / gamma) * valid
 
 
-class _FrozenHeadCrossEntropy(torch.autograd.Function):
-    """sum_i w_i CE(h_i W^T, y_i), with the gradient for h taken while the logits are at hand.
+@dataclass
+class Correction:
+    """The Markov head's part of the logits: latent [M, r] = W1[x_{k-1}], weight [V, r] = W2."""
 
-    W is frozen, so that forward needs two matrix products a chunk and backward none.
+    latent: Tensor
+    weight: Tensor
+
+
+@dataclass
+class TargetStates:
+    """Where the target's next-token distributions come from.
+
+    hidden: [P, H] last hidden states, normed, of P distinct recorded positions; rows: [...] int64,
+    which of them predicts each label; log_total: [P] float32, the logarithm of the summed
+    exponentials over the whole vocabulary, or None where the head has all of it.
+    """
+
+    hidden: Tensor
+    rows: Tensor
+    log_total: Tensor | None
+
+
+class _FrozenHeadLoss(torch.autograd.Function):
+    """sum_i w_i CE_i + u_i L1_i, with the gradients taken while the logits are at hand.
+
+    The head is frozen, so that forward needs a few matrix products a chunk and backward none.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any,
+        hidden: Tensor,
+        latent: Tensor | None,
+        correction: Tensor | None,
+        head: Tensor,
+        labels: Tensor,
+        label_weights: Tensor,
+        target: TargetStates | None,
+        target_weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
+        acceptance = torch.zeros_like(losses)
         predicted = torch.empty_like(labels)
-        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        gradients: list[Any] = [None, None, None]
+        if any(ctx.needs_input_grad):
+            gradients[0] = torch.empty_like(hidden)
+            if latent is not None and correction is not None:
+                gradients[1] = torch.empty_like(latent)
+                # Summed over the chunks: in fp32, as one matrix product would.
+                gradients[2] = torch.zeros_like(correction, dtype=torch.float32)
         for start in range(0, len(hidden), CHUNK):
             part = slice(start, start + CHUNK)
             logits = (hidden[part] @ head.t()).float()
+            if latent is not None and correction is not None:
+                logits += latent[part] @ correction.t()
             predicted[part] = logits.argmax(-1)
             log_total = logits.logsumexp(-1, keepdim=True)
             index = labels[part, None]
             losses[part] = (log_total - logits.gather(-1, index)).squeeze(-1)
-            if gradient is not None:
-                probability = logits.sub_(log_total).exp_()
-                probability.scatter_add_(-1, index, -torch.ones_like(index, dtype=torch.float32))
-                probability.mul_(weights[part, None])
-                gradient[part] = probability.to(head.dtype) @ head
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(losses, predicted)
-        return (losses * weights).sum(), losses, predicted
+            q = logits.sub_(log_total).exp_()
+            p = None if target is None else _target_probabilities(target, part, head)
+            if p is not None:
+                acceptance[part] = torch.minimum(p, q).sum(-1)
+            if gradients[0] is None:
+                continue
+            weight = label_weights[part, None]
+            if p is None or target_weights is None:
+                slope = q.mul_(weight)
+            else:
+                # d L1 / d logits = q (sum(s q) - s), s = sign(p - q)
+                sign = p.sub_(q).sign_()
+                sign -= (sign * q).sum(-1, keepdim=True)
+                slope = sign.mul_(-target_weights[part, None]).add_(weight).mul_(q)
+            slope.scatter_add_(-1, index, -weight)
+            slope = slope.to(head.dtype)
+            gradients[0][part] = slope @ head
+            if latent is not None and correction is not None:
+                gradients[1][part] = slope @ correction
+                gradients[2] += slope.t() @ latent[part]
+        if correction is not None and gradients[2] is not None:
+            gradients[2] = gradients[2].to(correction.dtype)
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(losses, acceptance, predicted)
+        total = (losses * label_weights).sum()
+        if target is not None and target_weights is not None:
+            total = total + (2 * (1 - acceptance) * target_weights).sum()
+        return total, losses, acceptance, predicted
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grads[0].to(gradient.dtype), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [g if g is None else g * grads[0].to(g.dtype) for g in ctx.saved_tensors]
+        return (*gradients, None, None, None, None, None)
+
+
+def _target_probabilities(target: TargetStates, part: slice, head: Tensor) -> Tensor:
+    """p of the labels `part`, [m, V] float32: normalised over the whole vocabulary."""
+    rows = target.rows[part]
+    logits = (target.hidden[rows] @ head.t()).float()
+    if target.log_total is None:
+        return logits.softmax(-1)
+    return logits.sub_(target.log_total[rows, None]).exp_()
 
 
 @dataclass
 class HeadLoss:
-    """total: [] float32, the weighted sum; losses: [M] float32 unweighted; predicted: [M] int64."""
+    """total: [] float32, the weighted sum; cross_entropy, acceptance: [M] float32, unweighted
+    (acceptance 0 without a target); predicted: [M] int64."""
 
     total: Tensor
-    losses: Tensor
+    cross_entropy: Tensor
+    acceptance: Tensor
     predicted: Tensor
 
 
-def frozen_head_cross_entropy(
-    hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor
+def frozen_head_loss(
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    label_weights: Tensor,
+    correction: Correction | None = None,
+    target: TargetStates | None = None,
+    target_weights: Tensor | None = None,
 ) -> HeadLoss:
-    """Weighted sum of cross-entropies of hidden [M, H] against labels [M] under head [V, H].
+    """Weighted sum of cross-entropies, and of L1 distances where a target is given.
 
-    weights: [M] float32; rows of weight 0 cost work but count nothing, their labels need only be
-    valid indices. The gradient reaches `hidden` alone.
+    hidden: [M, H]; head: [V, H]; labels: [M] int64; label_weights (of the cross-entropy) and
+    target_weights (of the L1 distance): [M] float32; target: its rows [M]. A row of weight 0 costs
+    work but counts nothing, its label need only be a valid index. The gradient reaches `hidden`
+    and the correction.
     """
-    return HeadLoss(*_FrozenHeadCrossEntropy.apply(hidden, head, labels, weights))
+    latent, weight = (None, None) if correction is None else (correction.latent, correction.weight)
+    return HeadLoss(
+        *_FrozenHeadLoss.apply(
+            hidden, latent, weight, head, labels, label_weights, target, target_weights
+        )
+    )
 
 
 def predict(hidden: Tensor, head: Tensor) -> Tensor:
     """Greedy head indices: hidden [M, H], head [V, H] -> [M] int64, logits kept in chunks."""
     return torch.cat([(part @ head.t()).argmax(-1) for part in hidden.split(CHUNK)])
+
+
+def log_totals(hidden: Tensor, head: Tensor) -> Tensor:
+    """Log of the summed exponentials of the logits: hidden [M, H], head [V, H] -> [M] float32."""
+    parts = [(part @ head.t()).float().logsumexp(-1) for part in hidden.split(CHUNK)]
+    return torch.cat(parts)

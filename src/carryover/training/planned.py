@@ -5,32 +5,20 @@ Read by the workflow before its first job, so this module imports neither torch 
 
 from collections.abc import Iterable
 
-from carryover.config import TRAINED_VARIANTS, Config
+from carryover.config import Config
 from carryover.errors import CarryoverError
 
 
-def refuse_planned(
-    config: Config,
-    drafters: Iterable[str] | None = None,
-    variants: Iterable[str] = TRAINED_VARIANTS,
-) -> None:
+def refuse_planned(config: Config, drafters: Iterable[str] | None = None) -> None:
     """Raise CarryoverError for the first setting that cannot be trained.
 
-    drafters: names in the config (None: all of it); variants: what is to be trained of them. The
-    section `carry` decides on `carryover` alone.
+    drafters: names in the config (None: all of it).
     """
     for name in config.drafters if drafters is None else drafters:
         drafter = config.drafters[name]
-        if drafter.kind != "dflash":
-            raise _planned(f"drafters.{name}.kind", drafter.kind, "dflash")
         if drafter.initialize.startswith("path:"):
             key = f"drafters.{name}.initialize"
             raise _planned(key, drafter.initialize, "random or target_last_layers")
-    if "carryover" in variants:
-        if config.carry.rows != "hidden_states":
-            raise _planned("carry.rows", config.carry.rows, "hidden_states")
-        if config.carry.distinction != "embedding":
-            raise _planned("carry.distinction", config.carry.distinction, "embedding")
 
 
 def _planned(key: str, value: str, trained: str) -> CarryoverError:

@@ -14,11 +14,16 @@ from carryover.paths import Paths
 def checkpoint_config(config: Config, target: str, drafter: str, variant: str) -> dict[str, Any]:
     """What a checkpoint must have been made with to be resumed: `config` of `checkpoints`.
 
-    The config's part, and under `made_from` the hashes of the code, the target, the features and,
-    for control and carryover, the baseline's weights. Raises CarryoverError where one is missing.
+    The config's part, and under `made_from` the hashes of the code, the target, the features (the
+    responses, where features are computed online) and, for control and carryover, the baseline's
+    weights. Raises CarryoverError where one is missing.
     """
     paths = Paths(config)
-    inputs = {"target": paths.target(target), "features": paths.features(target)}
+    inputs = {"target": paths.target(target)}
+    if config.training.features == "online":
+        inputs["responses"] = paths.responses(target)
+    else:
+        inputs["features"] = paths.features(target)
     if variant != "baseline":
         folder = trained_folder(config, target, drafter, "baseline")
         inputs["baseline"] = folder / "model.safetensors"

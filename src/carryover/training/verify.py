@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from carryover.drafter.attention import Kernel, Visible, block_attention
 from carryover.drafter.layout import proposal_positions
-from carryover.drafter.model import block_attention
 from carryover.errors import CarryoverError
 from carryover.target.hidden import captured, fuse_norms
 from carryover.target.load import decoder_of
-from carryover.training.losses import predict
+from carryover.training.losses import CHUNK, predict
 
 ATTENTION = "carryover_branches"
 # Branch tokens a forward pass holds; bounds memory without changing results.
@@ -36,6 +36,25 @@ class _State:
 
     prefix: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     anchors: Tensor | None = None
+    kernel: Kernel = "auto"
+    _visible: dict[int | None, Visible] = field(default_factory=dict)
+
+    def visible(self, length: int, proposals: int, window: int | None) -> Visible:
+        """A branch sees its prefix of T = length positions up to its anchor, and itself causally;
+        both no further back than the layer's sliding window. One mask for all layers that share
+        a window."""
+        if window not in self._visible and self.anchors is not None:
+            anchors = self.anchors
+            positions = torch.arange(length, device=anchors.device)
+            before = (positions <= anchors[..., None])[:, :, None]  # [R, N, 1, T]
+            own = torch.ones(proposals, proposals, dtype=torch.bool, device=anchors.device).tril()
+            if window is not None:
+                at = proposal_positions(anchors, proposals)[..., None]  # [R, N, B, 1]
+                before = before & (positions > at - window)
+                own = own & own.triu(1 - window)
+            own = own.expand(*anchors.shape, proposals, proposals)
+            self._visible[window] = Visible(before, own, self.kernel)
+        return self._visible[window]
 
 
 def _attention(
@@ -69,19 +88,11 @@ def _attention(
         )
         return out.transpose(1, 2), None
     anchors = branches.anchors
-    shape = anchors.shape
-    q, k, v = (x.transpose(1, 2).unflatten(1, (shape[1], -1)) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2).unflatten(1, (anchors.shape[1], -1)) for x in (query, key, value))
     proposals = q.shape[2]
     prefix_k, prefix_v = branches.prefix[index]
-    positions = torch.arange(prefix_k.shape[1], device=q.device)
-    before = (positions <= anchors[..., None])[:, :, None]  # [R, N, 1, T]
-    own = torch.ones(proposals, proposals, dtype=torch.bool, device=q.device).tril()
-    if sliding_window is not None:
-        at = proposal_positions(anchors, proposals)[..., None]  # [R, N, B, 1]
-        before = before & (positions > at - sliding_window)
-        own = own & own.triu(1 - sliding_window)
-    own = own.expand(*shape, proposals, proposals)
-    out = block_attention(q, prefix_k, prefix_v, before, k, v, own, scaling)
+    visible = branches.visible(prefix_k.shape[1], proposals, sliding_window)
+    out = block_attention(q, prefix_k, prefix_v, k, v, visible, scaling)
     return out.flatten(1, 2), None
 
 
@@ -89,55 +100,109 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 @dataclass
+class NextTokens:
+    """The target's k most probable tokens after each row of a branch: row q's are for a+q+1.
+
+    ids: [R, N, B, k] int64, most probable first; weights: [R, N, B, k] float32, their
+    probabilities over the sum of these.
+    """
+
+    ids: Tensor
+    weights: Tensor
+
+
+@dataclass
+class Reading:
+    """The target's pass over recorded responses: what branches stand on.
+
+    hidden: [R, T, H], the last norm included; features: [R, T, nH_t]; prefix: keys and values of
+    every layer. Rows of padding mean nothing.
+    """
+
+    hidden: Tensor
+    features: Tensor
+    prefix: dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass
 class Verified:
     """The target's verdict on branches.
 
     features: [R, N, B, nH_t] at the proposed positions a+1 .. a+B; predicted: [R, N, B] int64,
-    the target's greedy token for each of those positions, given the branch before it.
+    the target's greedy token for each of those positions, given the branch before it; next: what
+    the target says after each of them, where it was asked for.
     """
 
     features: Tensor
     predicted: Tensor
+    next: NextTokens | None = None
+
+
+def _most_probable(hidden: Tensor, head: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`predict` [M], and the `count` most probable head indices with weights, both [M, count]."""
+    parts = []
+    for part in hidden.split(CHUNK):
+        logits = part @ head.t()
+        top = logits.topk(count, -1)
+        # A softmax over these alone: the rest of the vocabulary cancels.
+        parts.append((logits.argmax(-1), top.indices, top.values.float().softmax(-1)))
+    greedy, ids, weights = (torch.cat(column) for column in zip(*parts, strict=True))
+    return greedy, ids, weights
 
 
 class Verifier:
     """A frozen target, its captured layers and its head."""
 
-    def __init__(self, target: Any, feature_layers: list[int]) -> None:
+    def __init__(self, target: Any, feature_layers: list[int], kernel: Kernel = "auto") -> None:
+        self.kernel = kernel
         self.stack = fuse_norms(decoder_of(target))
         self.head: Tensor = target.get_output_embeddings().weight
         self.feature_layers = feature_layers
         target.set_attn_implementation(ATTENTION)
 
     @torch.no_grad()
-    def __call__(self, token_ids: Tensor, anchors: Tensor, proposals: Tensor) -> Verified:
-        """Verify proposals [R, N, B] that follow `anchors` [R, N] in token_ids [R, T].
+    def read(self, token_ids: Tensor) -> Reading:
+        """One pass over responses token_ids [R, T], right-padded."""
+        state = _State()
+        with captured(self.stack, self.feature_layers) as outputs:
+            out = self.stack(input_ids=token_ids, use_cache=False, branches=state)
+        features = torch.cat([outputs[i] for i in self.feature_layers], -1)
+        return Reading(out.last_hidden_state, features, state.prefix)
 
-        Rows are right-padded; padding is never read, since a prefix ends at its anchor.
+    @torch.no_grad()
+    def __call__(
+        self, reading: Reading, anchors: Tensor, proposals: Tensor, next_tokens: int = 0
+    ) -> Verified:
+        """Verify proposals [R, N, B] that follow `anchors` [R, N] in the responses of `reading`.
+
+        Padding is never read, since a prefix ends at its anchor.
+        next_tokens: k of `Verified.next`, 0 for none.
         """
-        state, prefix = self.prefill(token_ids)
-        at_anchor = prefix.gather(1, anchors[..., None].expand(-1, -1, prefix.shape[-1]))
+        read = reading.hidden
+        at_anchor = read.gather(1, anchors[..., None].expand(-1, -1, read.shape[-1]))
         chunk = max(1, CHUNK_TOKENS // (proposals.shape[0] * proposals.shape[2]))
         parts = [
-            self._branches(state, a, p)
+            self._branches(reading.prefix, a, p)
             for a, p in zip(anchors.split(chunk, 1), proposals.split(chunk, 1), strict=True)
         ]
         hidden = torch.cat([part[0] for part in parts], 1)  # [R, N, B, H]
+        features = torch.cat([part[1] for part in parts], 1)
         # Row k of a branch predicts position a+k+1; the anchor's own row predicts a+1.
-        rows = torch.cat((at_anchor[:, :, None], hidden[:, :, :-1]), 2)
-        predicted = predict(rows.flatten(0, 2), self.head).view(proposals.shape)
-        return Verified(torch.cat([part[1] for part in parts], 1), predicted)
+        rows = torch.cat((at_anchor[:, :, None], hidden), 2)
+        if next_tokens == 0:
+            rows = rows[:, :, :-1]  # the last one predicts past the proposals
+            predicted = predict(rows.flatten(0, 2), self.head).view(proposals.shape)
+            return Verified(features, predicted)
+        flat = _most_probable(rows.flatten(0, 2), self.head, next_tokens)
+        greedy, ids, weights = (x.unflatten(0, rows.shape[:3]) for x in flat)
+        following = NextTokens(ids[:, :, 1:], weights[:, :, 1:])
+        return Verified(features, greedy[:, :, :-1], following)
 
-    @torch.no_grad()
-    def prefill(self, token_ids: Tensor) -> tuple[_State, Tensor]:
-        """Read token_ids [R, T]: their keys and values, and [R, T, H] with the last norm applied."""
-        state = _State()
-        hidden = self.stack(input_ids=token_ids, use_cache=False, branches=state).last_hidden_state
-        return state, hidden
-
-    def _branches(self, state: _State, anchors: Tensor, proposals: Tensor) -> tuple[Tensor, Tensor]:
+    def _branches(
+        self, prefix: dict[int, tuple[Tensor, Tensor]], anchors: Tensor, proposals: Tensor
+    ) -> tuple[Tensor, Tensor]:
         shape = proposals.shape
-        state = _State(state.prefix, anchors)
+        state = _State(prefix, anchors, self.kernel)
         with captured(self.stack, self.feature_layers) as outputs:
             hidden = self.stack(
                 input_ids=proposals.flatten(1),

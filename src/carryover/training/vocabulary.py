@@ -5,16 +5,18 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from carryover.training.losses import predict
+from carryover.drafter.markov import MarkovHead
+from carryover.training.losses import CHUNK, TargetStates, log_totals, predict
 
 
 class Vocabulary:
-    """Head rows [V_d, H] and the two-way map between target ids and draft ids."""
+    """Head rows [V or V_d, H] and the two-way map between target ids and draft ids."""
 
     def __init__(self, target_head: Tensor, observed: Tensor | None) -> None:
         """target_head: [V, H]; observed: [V_d] ascending target ids, None for all of them."""
         device = target_head.device
         self.observed = None if observed is None else observed.to(device)
+        self._target_head = target_head
         self.head = target_head if observed is None else target_head[self.observed].contiguous()
         self._draft_ids: Tensor | None = None
         if observed is not None:
@@ -30,10 +32,43 @@ class Vocabulary:
         """Draft ids -> target ids of the same shape."""
         return draft_ids if self.observed is None else self.observed[draft_ids]
 
-    def propose(self, hidden: Tensor) -> Tensor:
-        """Greedy proposals as target ids: [R, N, B, H] -> [R, N, B] int64."""
-        best = predict(hidden.flatten(0, -2), self.head)
-        return self.target_ids(best).view(hidden.shape[:-1])
+    def propose(
+        self, hidden: Tensor, anchor_tokens: Tensor, markov: MarkovHead | None = None
+    ) -> Tensor:
+        """Greedy proposals as target ids: [R, N, B, H] -> [R, N, B] int64.
+
+        anchor_tokens: [R, N] int64. With a Markov head from left to right, each token corrected by
+        the one drafted before it; all anchors at once.
+        """
+        if markov is None:
+            best = predict(hidden.flatten(0, -2), self.head)
+            return self.target_ids(best).view(hidden.shape[:-1])
+        proposals = []
+        blocks, anchors = hidden.flatten(0, 1).split(CHUNK), anchor_tokens.flatten().split(CHUNK)
+        for block, previous in zip(blocks, anchors, strict=True):
+            drafted = []
+            for slot in block.unbind(1):
+                logits = (slot @ self.head.t()).float() + markov(previous)
+                previous = self.target_ids(logits.argmax(-1))
+                drafted.append(previous)
+            proposals.append(torch.stack(drafted, 1))
+        return torch.cat(proposals).view(hidden.shape[:-1])
+
+    @torch.no_grad()
+    def target_states(self, recorded: Tensor, positions: Tensor) -> TargetStates:
+        """Where the target's distributions at recorded positions come from.
+
+        recorded: [R, T, H], the target's last hidden states, normed; positions: [R, N, B] int64, of
+        the token before each label. A reduced vocabulary lacks part of the normalisation, which is
+        therefore computed here, once for each position that is asked for: blocks overlap.
+        """
+        responses, length = recorded.shape[:2]
+        first = length * torch.arange(responses, device=positions.device)[:, None, None]
+        used, rows = (positions + first).unique(return_inverse=True)
+        hidden = recorded.flatten(0, 1)[used]
+        reduced = self.observed is not None
+        totals = log_totals(hidden, self._target_head) if reduced else None
+        return TargetStates(hidden, rows, totals)
 
 
 def observed_tokens(sequences: Iterable[Tensor]) -> Tensor:
