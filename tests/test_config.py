@@ -348,8 +348,8 @@ def test_batch_divides_over_ranks(nodes, ranks, micro_batch):
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("training.held_out=2000", "must be below prompts.train.count (2000)"),
-        ("training.held_out=1999", "more than the 1 responses that prompts.train.count"),
+        ("training.held_out=1200", "must be below prompts.train.count (1200)"),
+        ("training.held_out=1199", "more than the 1 responses that prompts.train.count"),
         ("benchmark.prompts=21", "more than prompts.evaluation.prompts_per_dataset (20)"),
         ("benchmark.max_tokens=1024", "must be below max_model_len (1024)"),
         ("responses.max_model_len=40", "responses.max_tokens: 40 leaves no room for a prompt"),
@@ -497,7 +497,7 @@ MEASURED = {"benchmark", "report"}
             {"responses", "features"} | TRAINED | MEASURED,
         ),
         (
-            "prompts.train.count=1800",
+            "prompts.train.count=1100",
             {"train_prompts", "responses", "features"} | TRAINED | MEASURED,
         ),
         (

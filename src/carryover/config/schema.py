@@ -173,7 +173,7 @@ class TrainPrompts(Section):
         default="generated",
         description="generated (written by carryover.prompts) | hub (the paper's data sets).",
     )
-    count: Count = Field(default=2000, description="Training prompts over all kinds or data sets.")
+    count: Count = Field(default=1200, description="Training prompts over all kinds or data sets.")
 
 
 class EvaluationPrompts(Section):
@@ -239,12 +239,12 @@ class Features(Section):
 
 
 class Baseline(Section):
-    steps: Count = Field(default=800, description="Optimizer steps.")
+    steps: Count = Field(default=750, description="Optimizer steps.")
     learning_rate: Positive = Field(default=1.0e-3, description="Peak learning rate.")
 
 
 class Further(Section):
-    steps: Count = Field(default=80, description="Optimizer steps on top of the baseline.")
+    steps: Count = Field(default=70, description="Optimizer steps on top of the baseline.")
     learning_rate: Positive = Field(default=5.0e-4, description="Peak learning rate.")
 
 
@@ -327,10 +327,10 @@ class Training(Section):
         default_factory=Losses,
         description="What each term counts; each is a mean over the weighted positions.",
     )
-    held_out: CountOrZero = Field(default=64, description="Responses kept for validation.")
+    held_out: CountOrZero = Field(default=32, description="Responses kept for validation.")
     log_every: Count = Field(default=25, description="Steps between two rows of metrics.")
-    evaluate_every: Count = Field(default=200, description="Steps between two validations.")
-    checkpoint_every: Count = Field(default=100, description="Steps between two checkpoints.")
+    evaluate_every: Count = Field(default=250, description="Steps between two validations.")
+    checkpoint_every: Count = Field(default=125, description="Steps between two checkpoints.")
     keep_checkpoints: Count = Field(default=2, description="Checkpoints kept; older ones go.")
     baseline: Baseline = Field(
         default_factory=Baseline, description="The drafter without carry, from its initial weights."
