@@ -1,9 +1,9 @@
 """The DFlash training step of `speculators`, on given weights, and the proof that it equals ours.
 
-Nothing of it is rewritten: its own model class does forward and loss, its own trainer's sequence
-(autocast over fp32 weights where the dtype is bfloat16, backward, clipping to 1, AdamW) is called in its order.
-On a GPU it would run fused losses, flex attention and torch.compile; on CPU its documented
-settings are `sdpa` or `eager` attention and the `eager` loss, and it does not compile.
+Nothing of it is rewritten: its own model class does forward and loss, and what its trainer calls is
+called in its order (autocast where the dtype is bfloat16, backward, clipping to 1, AdamW). On a GPU
+it would run a fused loss, flex attention and torch.compile; on CPU its settings are `sdpa` or
+`eager` attention and the `eager` loss, and it does not compile.
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ GAMMA = 4.0
 PARTS = ("baseline_step", "first_draft", "target_prefill", "partial_prefill")
 
 
-def forward_backward(drafter: Drafter, vocabulary: Vocabulary, batch: Batch, blocks: Blocks) -> None:
+def forward_backward(
+    drafter: Drafter, vocabulary: Vocabulary, batch: Batch, blocks: Blocks
+) -> None:
     """What the trainer does for one micro-batch, without its optimizer: gradients are added up."""
     labels = label(batch, blocks, vocabulary, drafter.config.proposals, GAMMA)
     scales = labels.summed_weights().reciprocal() * torch.tensor([1.0, 0.0, 0.0]).to(

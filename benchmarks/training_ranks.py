@@ -83,7 +83,16 @@ def train(base: Path, ranks: int, cores: int) -> list[float]:
     shutil.rmtree(folder, ignore_errors=True)
     allowed = sorted(os.sched_getaffinity(0))[:cores]
     done = subprocess.run(
-        [sys.executable, "-m", "carryover", "train", "--config", str(path), "--variant", "baseline"],
+        [
+            sys.executable,
+            "-m",
+            "carryover",
+            "train",
+            "--config",
+            str(path),
+            "--variant",
+            "baseline",
+        ],
         capture_output=True,
         text=True,
         preexec_fn=lambda: os.sched_setaffinity(0, allowed),

@@ -1,7 +1,7 @@
 """Train a drafter: `run` starts the ranks, `loop.Trainer` is what each of them does.
 
-The modules of a step (batch, dvd, objective, verify, ...) need torch and transformers alone, so what
-reads configs and results (pydantic) is imported where it is used.
+The modules of a step (batch, dvd, objective, verify, ...) need torch and transformers alone, so
+what reads configs and results (pydantic) is imported where it is used.
 """
 
 from __future__ import annotations
