@@ -51,7 +51,7 @@ def prepare(folder: Path, seed: int, tiny: bool) -> Path:
         ).to(dtype).save_pretrained(folder / "source")  # fmt: skip
     tokens = 8 if tiny else 120
     anchors = 4 if tiny else shape.anchors
-    steps = (2 if tiny else 6) * EVERY
+    steps = (2 if tiny else 4) * EVERY
     config = tiny_config(
         folder,
         target={"dtype": name, "feature_layers": [0, 1, 2, 3]},
