@@ -80,7 +80,8 @@ def main() -> None:
                 }
                 cases.append(case)
                 print(case, flush=True)
-    report.write(chosen.out, shape=vars(base), dtype=chosen.dtype, cases=cases)
+                # After each case: a run that is stopped keeps what it has.
+                report.write(chosen.out, shape=vars(base), dtype=chosen.dtype, cases=cases)
 
 
 if __name__ == "__main__":
