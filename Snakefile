@@ -33,6 +33,7 @@ include: "workflow/rules/report.smk"
 localrules:
     all,
     target,
+    released,
     train_prompts,
     evaluation_prompts,
     report,

@@ -111,7 +111,7 @@ def test_test_config_is_a_small_overlay():
     assert config.training.baseline.steps == 30
     assert config.training.further.steps == 12
     # Not in the overlay, so from the default.
-    assert config.training.further.learning_rate == 5.0e-4
+    assert config.training.further.learning_rate == 2.0e-4
     assert set(config.targets) == {TARGET}
 
 
@@ -291,7 +291,7 @@ def test_unknown_key_names_file_and_nearest_key(write):
         ("targets..x=1", "expected KEY=VALUE"),
         ("drafters.DFlash.kind=eagle", "drafters.DFlash.kind: expected dflash or markov, found"),
         ("drafters.DFlash.proposals=0", "proposals: expected a number of at least 1, found 0"),
-        ("drafters.DFlash.initialize=copy", "expected random, target_last_layers or path:DIR"),
+        ("drafters.DFlash.initialize=copy", "expected random, target_last_layers, path:DIR or"),
         ("prompts.evaluation.source=hugging", "expected generated, path:FILE or hub"),
         ("prompts.evaluation.datasets=[../x]", "names a file, so it may hold letters"),
         ("prompts.evaluation.datasets=[qa, qa]", "each entry at most once, found 'qa' again"),

@@ -144,26 +144,6 @@ def test_unwritable_results_are_one_readable_line(copy: Path, results: str) -> N
     assert re.search(rf"^error: .*{results}.*results_dir", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ("drafters: {DFlash: {initialize: 'path:released'}}", "drafters.DFlash.initialize"),
-    ],
-)
-def test_what_cannot_be_trained_is_planned_but_refused_before_the_first_job(
-    finished: Path, change: str, key: str
-) -> None:
-    (finished / "change.yaml").write_text(f"{change}\n")
-    assert planned(finished, "--configfile", "change.yaml")
-    done = run(["snakemake", "--cores", "1", "--configfile", "change.yaml"], finished)
-    assert done.returncode != 0
-    assert re.search(rf"^error: {key}: .* is planned.* Set {key} to ", done.stdout, re.MULTILINE)
-    assert "Traceback" not in done.stdout and "  File " not in done.stdout
-    # Nothing ran, and the folder is not left locked.
-    assert "localrule" not in done.stdout and "rule train" not in done.stdout
-    assert planned(finished) == {}
-
-
 def test_linters_are_clean() -> None:
     done = run(["snakemake", "--lint"], REPOSITORY)
     assert done.returncode == 0, done.stdout

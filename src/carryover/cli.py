@@ -36,6 +36,11 @@ class Stage:
 STAGES = {
     "target": Stage("carryover.target", "fetch or convert a target model", ("target",)),
     "prompts": Stage("carryover.prompts", "write training and evaluation prompts", ("only",)),
+    "released": Stage(
+        "carryover.drafter.released",
+        "fetch and check the released drafter that a baseline starts from",
+        ("target", "drafter"),
+    ),
     "responses": Stage("carryover.responses", "let a target answer the prompts", ("target",)),
     "features": Stage("carryover.features", "record a target's hidden states", ("target",)),
     "train": Stage("carryover.training", "train a drafter", ("target", "drafter", "variant")),

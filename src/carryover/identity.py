@@ -30,6 +30,7 @@ _SOURCES = {
         "ledger.py",
     ),
     "features": ("features", "target/hidden.py"),
+    "released": ("drafter", "target/source.py"),
     "train": ("drafter", "training", "target/hidden.py", "seeds.py"),
     "export": ("drafter",),
     "benchmark": ("benchmark", "serving", "prompts/render.py", "seeds.py"),
@@ -75,6 +76,20 @@ def input_identity(path: Path) -> str:
     return config_hash(
         {"stage": manifest["stage"], "config": manifest["config_hash"], "files": files}
     )
+
+
+def source_content(source: str) -> str | None:
+    """Hash of the checkpoint (config.json and weights) in `path:DIR`, 16 hex digits.
+
+    None for other sources, whose name says what they are (a revision on the hub), and where there
+    is no such folder.
+    """
+    scheme, _, place = source.partition(":")
+    folder = Path(place).expanduser()
+    if scheme != "path" or not folder.is_dir():
+        return None
+    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    return config_hash({path.name: file_sha256(path) for path in files if path.is_file()})
 
 
 def made_from(inputs: Mapping[str, Path], code: str) -> dict[str, str]:

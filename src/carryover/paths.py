@@ -17,6 +17,10 @@ class Paths:
         """Folder: the target as a Hugging Face checkpoint."""
         return self.root / "targets" / target
 
+    def released(self, target: str, drafter: str) -> Path:
+        """Folder: the released drafter that the baseline starts from, in our format."""
+        return self.root / "released" / target / drafter
+
     def train_prompts(self) -> Path:
         return self.root / "prompts" / "train.jsonl"
 

@@ -24,8 +24,8 @@ def vllm_environment() -> dict[str, str]:
         # The engine runs in the process itself. On CPU a separate engine core would spend one of
         # the cores on waiting, and would outlive a worker that is killed.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # The runner that the plugin corrects. Where Triton is (on GPUs), vLLM would take the other
-        # one, which refuses our drafters; all variants are measured with the same.
+        # The runner that is also measured on CPU. Where Triton is (on GPUs), vLLM would take the
+        # other one, V2; all variants are measured with the same.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         # Every checkpoint is a local folder.

@@ -97,6 +97,9 @@ def write_drafter(
     qk_norm: bool = True,
     draft_vocabulary: int | None = None,
     projector: bool = False,
+    markov_rank: int = 0,
+    slot_layout: str = "fill_in",
+    carry_scale: float = 1.0,
     config: dict[str, Any] | None = None,
     without: tuple[str, ...] = (),
 ) -> Path:
@@ -107,7 +110,7 @@ def write_drafter(
         "fc.weight": _normal(generator, HIDDEN, width, scale=width**-0.5),
         "hidden_norm.weight": 1 + _normal(generator, HIDDEN, scale=0.2),
         "norm.weight": 1 + _normal(generator, HIDDEN, scale=0.2),
-        "carry_embedding": _normal(generator, width, scale=1.0),
+        "carry_embedding": _normal(generator, width, scale=carry_scale),
     }
     if projector:
         tensors["carry_projector.weight"] = torch.zeros(HIDDEN, width)
@@ -125,13 +128,36 @@ def write_drafter(
         "tie_word_embeddings": False,
         "block_size": proposals + 1,
         "dflash_config": {"mask_token_id": vocabulary - 1, "target_layer_ids": FEATURE_LAYERS},
-        "carryover": {"enabled": enabled, "slot_layout": "fill_in", "qk_norm": qk_norm},
+        "carryover": {"enabled": enabled, "slot_layout": slot_layout, "qk_norm": qk_norm},
     }
+    if slot_layout == "anchor_first":
+        settings |= {
+            # vLLM turns a DSpark drafter without a name that it knows into DeepSeek-V4's.
+            "architectures": ["Qwen3CarryoverDSparkModel", "Qwen3DSparkModel"],
+            "block_size": proposals,
+            **settings.pop("dflash_config"),
+        }
     if draft_vocabulary is not None:
         kept = torch.randperm(vocabulary, generator=generator)[:draft_vocabulary].sort().values
         settings["draft_vocab_size"] = draft_vocabulary
         tensors["lm_head.weight"] = _normal(generator, draft_vocabulary, HIDDEN, scale=0.3)
         tensors["d2t"] = kept - torch.arange(draft_vocabulary)
+    if markov_rank:
+        # As large as the head's own scores, so that the token before decides as often as the state.
+        tensors |= {
+            "markov_head.markov_w1.weight": _normal(generator, vocabulary, markov_rank, scale=1.0),
+            "markov_head.markov_w2.weight": _normal(
+                generator, draft_vocabulary or vocabulary, markov_rank, scale=2 * markov_rank**-0.5
+            ),
+            "confidence_head.proj.weight": _normal(generator, 1, HIDDEN + markov_rank, scale=1.0),
+            "confidence_head.proj.bias": _normal(generator, 1, scale=1.0),
+        }
+        settings |= {
+            "markov_rank": markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
     for name in without:
         del tensors[name]
     return _write(folder, settings | (config or {}), tensors)

@@ -18,23 +18,35 @@ from tests.serving.reference import DenseDrafter, DenseTarget
 HERE = Path(__file__).parent
 # One thread: the models are tiny, and OpenMP threads that wait for each other cost far more.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+# The V2 model runner on CPU, its Triton kernels run by Triton's interpreter.
+V2 = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "TRITON_INTERPRET": "1",
+    "PYTHONPATH": os.pathsep.join(
+        [str(HERE / "interpreter"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ),
+}
 PROMPT_LENGTHS = (5, 70, 23, 3, 41, 11)  # 70 is prefilled in two chunks (48 tokens a step)
 GENERATED = 48
+MARKOV_RANK = 16
 ACCEPTED = [3, 7, 0, 5, 1, 6, 2, 4]  # right proposals by round: R runs over 0 .. B
 
 
-def run_script(script: str, arguments: list[str], results: Path) -> Any:
+def run_script(script: str, arguments: list[str], results: Path, *, v2: bool = False) -> Any:
     """Run a script of this folder that writes `results` with torch.save, and read that."""
     command = [sys.executable, str(HERE / script), *arguments, str(results)]
-    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    environment = ENVIRONMENT | (V2 if v2 else {})
+    finished = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=1800
+    )
     assert finished.returncode == 0, finished.stderr[-4000:]
     return torch.load(results)
 
 
-def run_jobs(folder: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def run_jobs(folder: Path, jobs: list[dict[str, Any]], *, v2: bool = False) -> list[dict[str, Any]]:
     """Run jobs of run_engine.py."""
     (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
-    return run_script("run_engine.py", [str(folder / "jobs.json")], folder / "results.pt")
+    return run_script("run_engine.py", [str(folder / "jobs.json")], folder / "results.pt", v2=v2)
 
 
 def random_prompts(seed: int, vocabulary: int, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -56,6 +68,12 @@ class Served:
             },
             "baseline": {"enabled": False},
             "baseline, no q/k norm": {"enabled": False, "qk_norm": False},
+            "carryover, Markov": {"markov_rank": MARKOV_RANK},
+            "baseline, Markov, draft vocabulary": {
+                "enabled": False,
+                "markov_rank": MARKOV_RANK,
+                "draft_vocabulary": 100,
+            },
         }
         folders = {
             name: checkpoints.write_drafter(folder / f"drafter-{index}", seed=1, **settings)
@@ -66,8 +84,11 @@ class Served:
         long = {"max_tokens": 2 * GENERATED + 32}
         jobs: dict[str, dict[str, Any]] = {"autoregressive": base | {"sampling": long}}
         for name, drafter in folders.items():
-            # A baseline needs no worker of ours.
-            jobs[name] = edited | {"drafter": drafter, "worker": "carryover" in name}
+            # A baseline needs no worker of ours, unless it has a Markov head.
+            worker = "carryover" in name or "Markov" in name
+            jobs[name] = edited | {"drafter": drafter, "worker": worker}
+            if name in ("carryover", "baseline"):  # the same weights
+                jobs[name] |= {"watch_kv": True, "llm": {"kv_cache_memory_bytes": 8 << 20}}
         carryover = folders["carryover"]
         folders |= dict.fromkeys(("preempted", "prefix caching", "own proposals"), carryover)
         jobs["preempted"] = edited | {

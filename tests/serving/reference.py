@@ -8,7 +8,8 @@ request, no cache, no batching, whole attention matrices, fp32. Use it for parit
     features, logits = target(ids)                    # of one sequence of token ids
     states = drafter(features[:L], features_rejected, anchor_id, target.embedding)
 
-`states[k]`, k = 1 .. B, predicts position L + k; `drafter.logits(states, target.head)` scores them.
+`states[k]`, k = 1 .. B, predicts position L + k; `drafter.logits(states, target.head)` scores them,
+and `drafter.propose(states[1:], anchor_id, target.head)` chooses, with a Markov head left to right.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class DenseTarget:
 
 @dataclass
 class DenseDrafter:
-    """A DFlash drafter, with carried rows if it is given any."""
+    """A DFlash or DSpark drafter, with carried rows if it is given any."""
 
     config: dict[str, Any]
     tensors: Tensors
@@ -146,6 +147,14 @@ class DenseDrafter:
     @classmethod
     def load(cls, folder: Path) -> DenseDrafter:
         return cls(*_load(folder))
+
+    @property
+    def anchor_first(self) -> bool:
+        return self.config["carryover"]["slot_layout"] == "anchor_first"
+
+    def predicting(self, states: torch.Tensor) -> torch.Tensor:
+        """Those of a block's states [slots, hidden] that predict: [proposals, hidden]."""
+        return states if self.anchor_first else states[1:]
 
     def __call__(
         self,
@@ -155,7 +164,9 @@ class DenseDrafter:
         embedding: torch.Tensor,
         proposals: int,
     ) -> torch.Tensor:
-        """Hidden states [1 + proposals, hidden] of the block, after the last norm.
+        """Hidden states [slots, hidden] of the block, after the last norm.
+
+        Slots are 1 + proposals for slot_layout fill_in, proposals for anchor_first.
 
         Args:
             committed: [L, width] target features of positions 0 .. L-1; the anchor is at L.
@@ -172,9 +183,10 @@ class DenseDrafter:
         context = torch.cat([committed, carry]) @ self.tensors["fc.weight"].T
         context = rms_norm(context, self.tensors["hidden_norm.weight"], epsilon)
         context_positions = torch.arange(context.shape[0])  # carried rows keep L .. L+R-1
-        positions = length + torch.arange(1 + proposals)
-        mask_id = self.config["dflash_config"]["mask_token_id"]
-        x = embedding[torch.tensor([anchor] + [mask_id] * proposals)]
+        masks = proposals - 1 if self.anchor_first else proposals
+        positions = length + torch.arange(1 + masks)
+        settings = self.config if self.anchor_first else self.config["dflash_config"]
+        x = embedding[torch.tensor([anchor] + [settings["mask_token_id"]] * masks)]
         for index in range(self.config["num_hidden_layers"]):
             qk_norm = self.config["carryover"].get("qk_norm", True)
             block = Block(self.tensors, f"layers.{index}", self.config, qk_norm)
@@ -183,12 +195,32 @@ class DenseDrafter:
             x = block(x, positions, None, (keys, values))
         return rms_norm(x, self.tensors["norm.weight"], epsilon)
 
-    def logits(self, states: torch.Tensor, target_head: torch.Tensor) -> torch.Tensor:
-        """Scores [rows, target vocabulary]; -inf for tokens that the drafter cannot propose."""
+    def logits(
+        self, states: torch.Tensor, target_head: torch.Tensor, before: list[int] | None = None
+    ) -> torch.Tensor:
+        """Scores [rows, target vocabulary]; -inf for tokens that the drafter cannot propose.
+
+        Args:
+            states: [rows, hidden], of the slots that predict.
+            target_head: [target vocabulary, hidden].
+            before: [rows] the token (a target id) before the one that each row predicts; with it
+                a Markov head's correction is added.
+        """
+        scores = states @ self.tensors.get("lm_head.weight", target_head).T
+        if before is not None and "markov_head.markov_w1.weight" in self.tensors:
+            embedded = self.tensors["markov_head.markov_w1.weight"][torch.tensor(before)]
+            scores = scores + embedded @ self.tensors["markov_head.markov_w2.weight"].T
         if "d2t" not in self.tensors:
-            return states @ target_head.T
+            return scores
         offsets = self.tensors["d2t"]
-        scores = torch.full((states.shape[0], target_head.shape[0]), float("-inf"))
-        ids = torch.arange(offsets.shape[0]) + offsets
-        scores[:, ids] = states @ self.tensors["lm_head.weight"].T
-        return scores
+        spread = torch.full((states.shape[0], target_head.shape[0]), float("-inf"))
+        spread[:, torch.arange(offsets.shape[0]) + offsets] = scores
+        return spread
+
+    def propose(self, states: torch.Tensor, anchor: int, target_head: torch.Tensor) -> list[int]:
+        """The greedy proposals of one block, left to right: `states` [B, hidden] in their order."""
+        tokens = [anchor]
+        for state in states:
+            scores = self.logits(state.unsqueeze(0), target_head, tokens[-1:])
+            tokens.append(int(scores.argmax()))
+        return tokens[1:]

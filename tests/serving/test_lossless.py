@@ -15,6 +15,8 @@ from tests.serving.harness import GENERATED, Served
         "carryover, no q/k norm, draft vocabulary",
         "baseline",
         "baseline, no q/k norm",
+        "carryover, Markov",
+        "baseline, Markov, draft vocabulary",
         "preempted",
         "own proposals",
     ],

@@ -16,8 +16,11 @@ EDITED = [
     "carryover, no q/k norm, draft vocabulary",
     "baseline",
     "baseline, no q/k norm",
+    "carryover, Markov",
+    "baseline, Markov, draft vocabulary",
     "preempted",
 ]
+MARKOV = [name for name in EDITED if "Markov" in name]
 
 
 def committed_ids(served: Served, name: str) -> list[list[int]]:
@@ -56,7 +59,8 @@ def test_states_and_proposals_of_every_round(served: Served, name: str) -> None:
     for event, ids in zip(rounds, committed_ids(served, name), strict=True):
         expected = dense_round(served, name, event, ids)
         torch.testing.assert_close(event["states"], expected, atol=TOLERANCE, rtol=0)
-        scores = served.drafters[name].logits(expected[1:], served.target.head)
+        before = [event["anchor"], *event["proposals"][:-1]]
+        scores = served.drafters[name].logits(expected[1:], served.target.head, before)
         chosen = scores.gather(1, torch.tensor(event["proposals"]).unsqueeze(1)).squeeze(1)
         # The best token, but for ties within the tolerance of the states.
         assert (scores.max(dim=1).values - chosen).max() < 1e-2
@@ -89,6 +93,18 @@ def test_carried_rows_change_the_block(served: Served) -> None:
             changes.append((without - event["states"]).abs().max())
     assert len(changes) > 5
     assert min(changes) > 0.1
+
+
+@pytest.mark.parametrize("name", MARKOV)
+def test_a_markov_block_is_the_references_chosen_left_to_right(served: Served, name: str) -> None:
+    """Token for token: the scores of these states are further apart than rounding."""
+    drafter, head = served.drafters[name], served.target.head
+    corrected = 0
+    for event in served.results[name]["rounds"]:
+        states = event["states"][1:]
+        assert event["proposals"] == drafter.propose(states, event["anchor"], head)
+        corrected += event["proposals"] != drafter.logits(states, head).argmax(-1).tolist()
+    assert corrected > len(served.results[name]["rounds"]) / 2
 
 
 def test_conditions_that_the_parity_claims_to_cover(served: Served) -> None:

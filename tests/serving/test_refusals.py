@@ -21,7 +21,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "anchor-first slots": (
         {"config": {"carryover": FIELD | {"slot_layout": "anchor_first"}}},
         {},
-        ["carryover.slot_layout", "anchor_first", "fill_in"],
+        ["anchor_first", "method dspark", "'dflash'"],
+    ),
+    "unknown slots": (
+        {"config": {"carryover": FIELD | {"slot_layout": "diagonal"}}},
+        {},
+        ["carryover.slot_layout", "diagonal", "fill_in", "anchor_first"],
     ),
     "token hints": (
         {"config": {"carryover": FIELD | {"rows": "draft_tokens", "distinction": "none"}}},
@@ -80,6 +85,37 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "two devices": ({}, {"tensor_parallel_size": 2}, ["tensor_parallel_size", "2"]),
     "no worker": ({}, {"worker_cls": "auto", "start": True}, [f"--worker-cls {WORKER}"]),
+    "a Markov head and no worker": (
+        {"enabled": False, "markov_rank": 16},
+        {"worker_cls": "auto"},
+        ["Markov head", f"--worker-cls {WORKER}"],
+    ),
+    "a trace and no worker": (
+        {"enabled": False},
+        {"worker_cls": "auto", "additional_config": {"carryover_trace": {"folder": "trace"}}},
+        ["traced", f"--worker-cls {WORKER}"],
+    ),
+    "a trace of another form": (
+        {},
+        {"additional_config": {"carryover_trace": "trace"}},
+        ["carryover_trace", '{"folder": "DIR"'],
+    ),
+    "markov_rank not a number": ({"config": {"markov_rank": "256"}}, {}, ["markov_rank", "'256'"]),
+    "another kind of Markov head": (
+        {"markov_rank": 16, "config": {"markov_head_type": "gated"}},
+        {},
+        ["markov_head_type", "gated", "vanilla"],
+    ),
+    "another Markov rank": (
+        {"markov_rank": 16, "config": {"markov_rank": 8}},
+        {"start": True},
+        ["markov_head.markov_w1.weight", "[512, 16]", "[512, 8]"],
+    ),
+    "half a Markov head": (
+        {"markov_rank": 16, "without": ("markov_head.markov_w2.weight",)},
+        {"start": True},
+        ["markov_head.markov_w2.weight"],
+    ),
     "unknown vLLM": (
         {},
         {"start": True, "pretend_known": ["0.31.0"]},
@@ -125,6 +161,7 @@ ALLOWED = {
         {"config": {"carryover": FIELD | {"enabled": False, "rows": "target_tokens"}}},
         {},
     ),
+    "a Markov head": ({"markov_rank": 16}, {}),
 }
 
 

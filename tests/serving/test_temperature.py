@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,27 +17,55 @@ SAMPLES = 3000
 TOKENS = 4
 PROMPT = [3, 1, 4, 1, 5]
 ALPHA = 1e-4
+PROBABILISTIC = {"draft_sample_method": "probabilistic"}
+# name -> (arguments of write_drafter, keys of speculative_config)
+DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "carryover": ({}, {}),
+    "carryover, Markov": ({"markov_rank": 4}, {}),
+    "carryover, probabilistic": ({}, PROBABILISTIC),
+    "carryover, Markov, draft vocabulary, probabilistic": (
+        {"markov_rank": 4, "draft_vocabulary": 5},
+        PROBABILISTIC,
+    ),
+}
 
 
 @pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Counts' samples [SAMPLES, TOKENS], probabilities [VOCABULARY] * TOKENS, and vLLM's result."""
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, dict[str, dict]]:
+    """Probabilities [VOCABULARY] * TOKENS, and vLLM's results."""
     folder: Path = tmp_path_factory.mktemp("temperature")
     target = checkpoints.write_target(folder / "target", seed=3, vocabulary=VOCABULARY)
-    drafter = checkpoints.write_drafter(
-        folder / "drafter", seed=4, vocabulary=VOCABULARY, proposals=3
-    )
-    job = {
-        "target": target,
-        "drafter": drafter,
-        "proposals": 3,
-        "prompts": [PROMPT] * SAMPLES,
-        "sampling": {"temperature": 1.0, "max_tokens": TOKENS, "ignore_eos": True},
-        "llm": {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 64},
-    }
-    (result,) = run_jobs(folder, [job])
-    samples = torch.tensor(result["outputs"])
-    return samples, _enumerate(DenseTarget.load(target, [0])), result
+    jobs = [
+        {
+            "target": target,
+            "drafter": checkpoints.write_drafter(
+                folder / f"drafter-{index}",
+                seed=4,
+                vocabulary=VOCABULARY,
+                proposals=3,
+                **arguments,
+            ),
+            "proposals": 3,
+            "speculative": speculative,
+            "prompts": [PROMPT] * SAMPLES,
+            "sampling": {"temperature": 1.0, "max_tokens": TOKENS, "ignore_eos": True},
+            "llm": {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 64},
+        }
+        for index, (arguments, speculative) in enumerate(DRAFTERS.values())
+    ]
+    results = run_jobs(folder, jobs)
+    return _enumerate(DenseTarget.load(target, [0])), dict(zip(DRAFTERS, results, strict=True))
+
+
+@pytest.fixture(params=DRAFTERS)
+def sampled(
+    request: pytest.FixtureRequest, everything: tuple[torch.Tensor, dict[str, dict]]
+) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """Samples [SAMPLES, TOKENS], probabilities [VOCABULARY] * TOKENS, and vLLM's result."""
+    joint, results = everything
+    result = results[request.param]
+    assert "error" not in result, result
+    return torch.tensor(result["outputs"]), joint, result
 
 
 def _enumerate(target: DenseTarget) -> torch.Tensor:

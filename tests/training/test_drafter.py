@@ -135,10 +135,12 @@ def test_block_attention_equals_one_softmax_over_concatenated_keys(kernel, devic
     context_visible = torch.rand(2, 3, per_query[0], 5) < 0.5
     own_visible = torch.rand(2, 3, per_query[1], 7) < 0.5
     own_visible[..., 0] = True
-    inputs = [x.to(device).requires_grad_() for x in (q, context_k, context_v, own_k, own_v)]
+    differentiable = (kernel, device) != ("flex", "cpu")  # which torch does not offer
+    inputs = [
+        x.to(device).requires_grad_(differentiable) for x in (q, context_k, context_v, own_k, own_v)
+    ]
     visible = Visible(context_visible.to(device), own_visible.to(device), kernel)
     got = block_attention(*inputs, visible, 0.3)
-    gradients = torch.autograd.grad(got.sin().sum(), inputs)
     plain = [x.clone().requires_grad_() for x in (q, context_k, context_v, own_k, own_v)]
     pq, pck, pcv, pok, pov = plain
     rows = []
@@ -158,6 +160,9 @@ def test_block_attention_equals_one_softmax_over_concatenated_keys(kernel, devic
                     rows.append(scores.softmax(0) @ v[seen])
     want = torch.stack(rows).view(q.shape)
     torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-5)
+    if not differentiable:
+        return
+    gradients = torch.autograd.grad(got.sin().sum(), inputs)
     for g, w in zip(gradients, torch.autograd.grad(want.sin().sum(), plain), strict=True):
         torch.testing.assert_close(g.cpu(), w, rtol=1e-4, atol=1e-5)
 
@@ -179,5 +184,6 @@ def test_both_kernels_draft_the_same(slot_layout):
     drafts = []
     for kernel in ("dense", "flex"):
         drafter.kernel = kernel
-        drafts.append(drafter(tokens, anchors, features, carry))
+        with torch.no_grad():
+            drafts.append(drafter(tokens, anchors, features, carry))
     torch.testing.assert_close(drafts[1], drafts[0], rtol=1e-4, atol=1e-5)

@@ -303,21 +303,23 @@ def test_initial_weights_are_deepspecs():
     drafter = markov_drafter()
     initialize_random(drafter, 3)
     for weight in (drafter.markov_head.markov_w1.weight, drafter.markov_head.markov_w2.weight):
-        assert 0.015 < float(weight.std()) < 0.025
+        assert 0.015 < weight.std().item() < 0.025
     assert not drafter.confidence_head.proj.bias.any()
 
 
 @pytest.mark.parametrize("kind", ["dflash", "markov"])
 def test_a_handful_of_responses_is_learnt(kind: str) -> None:
     """The target's own greedy responses, to more than 0.9 (B + 1) tokens a round."""
-    target = tiny_target()
+    target = tiny_target("qwen3", seed=3)  # one that does not repeat itself
+    with torch.no_grad():
+        head_of(target).mul_(8)  # a sharp distribution, as real targets have
     torch.manual_seed(0)
     ids = torch.randint(0, VOCABULARY - 1, (4, 4))
     target.set_attn_implementation("eager")
     with torch.no_grad():
         for _ in range(18):
             ids = torch.cat((ids, target(ids).logits[:, -1:].argmax(-1)), 1)
-    assert len(ids[:, 4:].unique()) > 15
+    assert len(ids[:, 4:].unique()) > 20
     batch = Batch(
         token_ids=ids,
         lengths=torch.full((4,), ids.shape[1]),
@@ -328,16 +330,21 @@ def test_a_handful_of_responses_is_learnt(kind: str) -> None:
     markov = {"markov_rank": 8, "confidence": True} if kind == "markov" else {}
     factors = FACTORS if kind == "markov" else (1.0, 0.0, 0.0)
     drafter = tiny_drafter(carry=False, **markov)
-    initialize_random(drafter, 1)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 32**-0.5)  # learns sooner at this width than N(0, 0.02)
     drafter.share(target.get_input_embeddings().weight)
     words = Vocabulary(head_of(target), None)
     read = Verifier(target, list(LAYERS)).read(ids).hidden if kind == "markov" else None
     blocks, size = Blocks(batch.anchors, batch.valid), drafter.config.proposals
     labels = label(batch, blocks, words, size, 4.0, read)
     scales = torch.tensor(factors) / labels.summed_weights()
-    optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
     taus = []
-    for _ in range(400):
+    for _ in range(120):
         totals = draft_loss(drafter, words, batch, blocks, labels, scales)
         report = Totals.report(totals.as_vector(), size, factors)
         taus.append(report["expected_acceptance_length"])

@@ -18,9 +18,8 @@ os.environ.update(
 from carryover.artifacts import check_folder, write_json
 from carryover.config import config_from_dict
 from carryover.errors import CarryoverError
-from carryover.identity import stage_code
+from carryover.identity import source_content, stage_code
 from carryover.paths import Paths
-from carryover.training.planned import refuse_planned
 
 
 def checked(raw):
@@ -56,9 +55,8 @@ wildcard_constraints:
 
 
 def write_settings():
-    """Write the config that the stages read; refuse one that this version cannot train."""
+    """Write the config that the stages read."""
     try:
-        refuse_planned(settings)
         write_json(SETTINGS, settings.model_dump(mode="json"))
     except CarryoverError as error:
         sys.exit(f"error: {error}")
@@ -98,6 +96,13 @@ def recorded():
 def trained(variant):
     """The small file that names the last checkpoint of a finished training."""
     return str(paths.trained("{target}", "{drafter}", variant))
+
+
+def released(given):
+    """The manifest of the released drafter that a baseline starts from, if it starts from one."""
+    if not settings.drafters[given.drafter].released:
+        return []
+    return manifest(paths.released(given.target, given.drafter))
 
 
 def drafter(variant):

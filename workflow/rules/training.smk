@@ -2,10 +2,39 @@
 # Snakemake deletes the declared outputs of a job that fails, and a rerun goes on from them.
 
 
+# A released drafter to start from, checked against the config before anything long runs.
+rule released:
+    input:
+        target=rules.target.output.manifest,
+    output:
+        manifest=manifest(paths.released("{target}", "{drafter}")),
+    log:
+        f"{results}/logs/released/{{target}}/{{drafter}}.log",
+    benchmark:
+        f"{results}/benchmarks/released/{{target}}/{{drafter}}.tsv"
+    priority: 1
+    conda:
+        "../../envs/train.yaml"
+    resources:
+        mem_mb=8000,
+        runtime=60,
+    params:
+        settings=SETTINGS,
+        config=stage("released", "target", "drafter"),
+        content=lambda given: source_content(
+            settings.drafters[given.drafter].initialize
+        ),
+        code=stage_code("released"),
+    shell:
+        "python workflow/scripts/stage.py {log:q} released --config {params.settings:q}"
+        " --target {wildcards.target} --drafter {wildcards.drafter}"
+
+
 rule train_baseline:
     input:
         target=rules.target.output.manifest,
         recorded=recorded(),
+        released=released,
     output:
         trained=trained("baseline"),
     log:

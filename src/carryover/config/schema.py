@@ -34,15 +34,19 @@ def _check_after(value: str, scheme: str) -> None:
         raise ValueError(f"nothing follows {scheme!r}, found {value!r}")
 
 
+def _check_pinned(value: str) -> None:
+    if not _HUB.fullmatch(value):
+        fix = "write hub:ID@REVISION with a pinned revision, best a commit"
+        raise ValueError(f"{fix}, found {value!r}")
+
+
 def _target_source(value: str) -> str:
     if value.startswith("package:"):
         if not _PACKAGE.fullmatch(value):
             fix = "write package:NAME==VERSION with a pinned version"
             raise ValueError(f"{fix}, found {value!r}")
     elif value.startswith("hub:"):
-        if not _HUB.fullmatch(value):
-            fix = "write hub:ID@REVISION with a pinned revision, best a commit"
-            raise ValueError(f"{fix}, found {value!r}")
+        _check_pinned(value)
     elif value.startswith("path:"):
         _check_after(value, "path:")
     else:
@@ -63,8 +67,12 @@ def _evaluation_source(value: str) -> str:
 def _initialize(value: str) -> str:
     if value.startswith("path:"):
         _check_after(value, "path:")
+    elif value.startswith("hub:"):
+        _check_pinned(value)
     elif value not in ("random", "target_last_layers"):
-        raise ValueError(f"expected random, target_last_layers or path:DIR, found {value!r}")
+        raise ValueError(
+            f"expected random, target_last_layers, path:DIR or hub:ID@REVISION, found {value!r}"
+        )
     return value
 
 
@@ -142,20 +150,28 @@ class Drafter(Section):
     )
     vocabulary: Literal["full", "observed"] = Field(
         default="observed",
-        description="full (share the target's head) | observed (tokens of the training responses).",
+        description="full (share the target's head) | observed (tokens of the training responses; "
+        "of a released drafter, those it has).",
     )
     initialize: Annotated[str, AfterValidator(_initialize)] = Field(
         default="target_last_layers",
-        description="random | target_last_layers | path:DIR (a released drafter).",
+        description="random | target_last_layers | path:DIR | hub:ID@REVISION (a released "
+        "drafter: docs/warm-start.md).",
     )
     qk_norm: bool = Field(
         default=False,
         description="Normalise queries and keys, as Qwen3 does; false: not, as Llama.",
     )
 
+    @property
+    def released(self) -> bool:
+        """Whether `initialize` names a released drafter."""
+        return self.initialize.startswith(("path:", "hub:"))
+
     @model_validator(mode="after")
     def _servable(self) -> Self:
-        if self.kind == "dflash" and self.slot_layout == "anchor_first":
+        # DeepSpec's DFlash is anchor-first, and served with vLLM's dspark method.
+        if self.kind == "dflash" and self.slot_layout == "anchor_first" and not self.released:
             raise KeyProblems(
                 [
                     (
@@ -239,13 +255,15 @@ class Features(Section):
 
 
 class Baseline(Section):
-    steps: Count = Field(default=750, description="Optimizer steps.")
+    steps: CountOrZero = Field(
+        default=750, description="Optimizer steps; 0 leaves a released drafter as it is."
+    )
     learning_rate: Positive = Field(default=1.0e-3, description="Peak learning rate.")
 
 
 class Further(Section):
-    steps: Count = Field(default=70, description="Optimizer steps on top of the baseline.")
-    learning_rate: Positive = Field(default=5.0e-4, description="Peak learning rate.")
+    steps: Count = Field(default=60, description="Optimizer steps on top of the baseline.")
+    learning_rate: Positive = Field(default=2.0e-4, description="Peak learning rate.")
 
 
 class DFlashLosses(Section):
@@ -392,8 +410,8 @@ class Benchmark(Section):
     temperatures: Annotated[list[NotNegative], Field(min_length=1), AfterValidator(_unique)] = (
         Field(default=[0], description="Sampling temperatures; a file of rows for each.")
     )
-    prompts: Count = Field(default=5, description="Prompts of each dataset.")
-    max_tokens: Count = Field(default=32, description="Generated tokens a prompt.")
+    prompts: Count = Field(default=4, description="Prompts of each dataset.")
+    max_tokens: Count = Field(default=24, description="Generated tokens a prompt.")
     warmup_prompts: CountOrZero = Field(
         default=1, description="Prompts run and not counted, per variant."
     )
@@ -482,6 +500,16 @@ class Config(Section):
                     "prompts.train.count - training.held_out leave",
                 )
             )
+        untrained = [name for name, drafter in self.drafters.items() if not drafter.released]
+        if training.baseline.steps == 0 and untrained:
+            wrong.append(
+                (
+                    "training.baseline.steps",
+                    f"0 leaves drafters.{untrained[0]} untrained; only with "
+                    f"drafters.{untrained[0]}.initialize: path:DIR or hub:ID@REVISION is there a "
+                    "drafter without training",
+                )
+            )
         if self.benchmark.prompts > per_dataset:
             wrong.append(
                 (
@@ -508,9 +536,10 @@ class Config(Section):
 
         Args:
             name: a stage, i.e. a subcommand: target, prompts, responses, features, train, export,
-                benchmark, report; or train_prompts, evaluation_prompts for half of prompts.
+                benchmark, report, released; or train_prompts, evaluation_prompts for half of
+                prompts.
             target: key of `targets`; not for prompts and report.
-            drafter: key of `drafters`; for train, export and benchmark.
+            drafter: key of `drafters`; for released, train, export and benchmark.
             variant: baseline, control or carryover; for train and export.
 
         Raises CarryoverError where a name is unknown, ValueError where one is not given.

@@ -41,6 +41,8 @@ def stage_subset(
             return _responses(config, target)
         case "features":
             return _features(config, target)
+        case "released":
+            return _released(config, target, drafter)
         case "train" | "export":
             return _train(config, target, drafter, variant)
         case "benchmark":
@@ -78,6 +80,14 @@ def _features(config: Config, target: str | None) -> dict[str, Any]:
         **_responses(config, target),
         "target": chosen.model_dump(include={"source", "dtype", "thinking", "feature_layers"}),
         "features": config.features.model_dump(exclude=_FEATURES_OPERATIONAL),
+    }
+
+
+def _released(config: Config, target: str | None, drafter: str | None) -> dict[str, Any]:
+    return {
+        "target": pick(config.targets, "target", target).model_dump(exclude={"thinking"}),
+        "drafter": pick(config.drafters, "drafter", drafter).model_dump(),
+        "max_model_len": config.benchmark.max_model_len,
     }
 
 

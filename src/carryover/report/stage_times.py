@@ -81,7 +81,11 @@ def jobs(config: Config) -> Iterator[Job]:
             ("features", paths.features(target)),
         ):
             yield Job(f"{stage}/{target}", stage, config.stage(stage, target), (output,))
-        for drafter in config.drafters:
+        for drafter, wanted in config.drafters.items():
+            if wanted.released:
+                subset = config.stage("released", target, drafter)
+                output = paths.released(target, drafter)
+                yield Job(f"released/{target}/{drafter}", "released", subset, (output,))
             for variant in TRAINED_VARIANTS:
                 name = f"{target}/{drafter}/{variant}"
                 subset = config.stage("train", target, drafter, variant)

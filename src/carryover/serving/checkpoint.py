@@ -10,6 +10,9 @@ import torch
 from carryover.errors import CarryoverError
 
 CARRY_EMBEDDING, CARRY_PROJECTOR = "carry_embedding", "carry_projector.weight"
+MARKOV_EMBEDDING, MARKOV_HEAD = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+# Trained beside the Markov head, and not used for drafting.
+CONFIDENCE = "confidence_head."
 _OF_EACH_LAYER = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -35,6 +38,7 @@ def check_tensors(
     vocabulary: int,
     draft_vocabulary: int | None,
     carries: bool,
+    markov_rank: int,
 ) -> None:
     """Raise CarryoverError where a tensor is missing, of another shape, or leads outside.
 
@@ -46,6 +50,7 @@ def check_tensors(
         vocabulary: the target's.
         draft_vocabulary: tokens that the drafter can propose, if it has a head of its own.
         carries: whether rejected rows are to be carried.
+        markov_rank: width of the Markov head's embedding, 0 without that head.
     """
     shapes: dict[str, tuple[int, ...] | None] = {
         "fc.weight": (hidden, width),
@@ -57,6 +62,10 @@ def check_tensors(
         shapes |= {f"layers.{layer}.{name}.weight": None for name in _OF_EACH_LAYER}
     if carries:
         shapes[CARRY_EMBEDDING] = (width,)
+    if markov_rank:
+        # Read by the token before, a target id; scores what the drafter can propose.
+        shapes[MARKOV_EMBEDDING] = (vocabulary, markov_rank)
+        shapes[MARKOV_HEAD] = (draft_vocabulary or vocabulary, markov_rank)
     if draft_vocabulary is not None:
         shapes |= {"d2t": (draft_vocabulary,), "lm_head.weight": (draft_vocabulary, hidden)}
 

@@ -8,24 +8,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 
 from carryover.errors import CarryoverError
-from carryover.serving.plugin import WORKER
+from carryover.serving.plugin import ARCHITECTURE, DSPARK_ARCHITECTURE, WORKER
+from carryover.serving.trace_settings import TraceSettings
 
+# Slot layout -> vLLM's method that lays slots out so, and the architecture to be served with it.
+_SERVED_AS = {
+    "fill_in": ("dflash", ARCHITECTURE),
+    "anchor_first": ("dspark", DSPARK_ARCHITECTURE),
+}
 _EXPORT_AGAIN = "Export the drafter again with `carryover export`."
 
 
 @dataclass(frozen=True)
 class DrafterSettings:
-    """What the `carryover` field of config.json says.
+    """What config.json says of the round: the field `carryover`, and the Markov head.
 
-    enabled: rejected rows are carried (false: the same weights served as a plain DFlash drafter).
+    enabled: rejected rows are carried (false: the same weights served as a plain drafter).
     qk_norm: the drafter's blocks normalise queries and keys, as Qwen3 does (false: as Llama).
+    markov_rank: width of the Markov head's embedding; 0: the block is proposed in parallel.
+    slot_layout: fill_in (slot k predicts anchor + k) or anchor_first (slot k, anchor + k + 1).
     """
 
     enabled: bool
     qk_norm: bool
+    markov_rank: int
+    slot_layout: str
 
     @classmethod
     def of(cls, hf_config: Any) -> DrafterSettings:
@@ -37,11 +47,10 @@ class DrafterSettings:
                 _EXPORT_AGAIN,
             )
         layout = field.get("slot_layout")
-        if layout != "fill_in":
+        if layout not in _SERVED_AS:
             raise CarryoverError(
-                f"`carryover.slot_layout` is {layout!r}, and vLLM's dflash method fills slots in "
-                "(slot k predicts anchor + k)",
-                "Train and export with slot_layout: fill_in.",
+                f"`carryover.slot_layout` is {layout!r}, not {' or '.join(_SERVED_AS)}",
+                _EXPORT_AGAIN,
             )
         if field["enabled"]:
             _check_carry(field)
@@ -50,7 +59,37 @@ class DrafterSettings:
             raise CarryoverError(
                 f"`carryover.qk_norm` is {qk_norm!r}, not true or false", _EXPORT_AGAIN
             )
-        return cls(enabled=field["enabled"], qk_norm=qk_norm)
+        rank = getattr(hf_config, "markov_rank", None) or 0
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+            raise CarryoverError(f"`markov_rank` is {rank!r}, not a number from 0", _EXPORT_AGAIN)
+        kind = getattr(hf_config, "markov_head_type", "vanilla")
+        if rank and kind != "vanilla":
+            raise CarryoverError(
+                f"`markov_head_type` is {kind!r}, and only 'vanilla' is served",
+                "Use a drafter whose Markov head is a table of the token before.",
+            )
+        return cls(enabled=field["enabled"], qk_norm=qk_norm, markov_rank=rank, slot_layout=layout)
+
+    @property
+    def method(self) -> str:
+        """vLLM's speculative method that has this slot layout."""
+        return _SERVED_AS[self.slot_layout][0]
+
+    @property
+    def architecture(self) -> str:
+        """Our architecture for this slot layout."""
+        return _SERVED_AS[self.slot_layout][1]
+
+    @property
+    def needs_worker(self) -> str | None:
+        """What of this drafter vLLM's own worker would leave out; None where nothing."""
+        if self.enabled:
+            return "carries rejected states over, which vLLM's own worker does not do"
+        if self.markov_rank and self.method == "dflash":
+            return "has a Markov head, which vLLM's own worker would leave out"
+        if not self.markov_rank and self.method == "dspark":
+            return "has no Markov head, which vLLM's own worker expects with method dspark"
+        return None
 
 
 def _check_carry(field: dict[str, Any]) -> None:
@@ -91,22 +130,40 @@ def _check_engine(vllm_config: VllmConfig, drafter: Any, settings: DrafterSettin
     speculative = vllm_config.speculative_config
     parallel = vllm_config.parallel_config
     assert speculative is not None
-    if speculative.method != "dflash":
+    if speculative.method != settings.method:
         raise CarryoverError(
-            f"a carryover drafter is served with method dflash, not {speculative.method!r}",
-            'Put "method": "dflash" into --speculative-config.',
+            f"a drafter with slot_layout {settings.slot_layout} is served with method "
+            f"{settings.method}, not {speculative.method!r}",
+            f'Put "method": "{settings.method}" into --speculative-config.',
         )
+    if settings.architecture not in drafter.architectures:
+        raise CarryoverError(
+            f"`architectures` is {drafter.architectures}, and slot_layout {settings.slot_layout} "
+            f"is served as {settings.architecture}",
+            _EXPORT_AGAIN,
+        )
+    traced = TraceSettings.of(vllm_config.additional_config) is not None
     if vllm_config.use_v2_model_runner:
+        _check_v2(speculative, settings)
+        if traced:
+            raise CarryoverError(
+                "carryover_trace is written by vLLM's V1 model runner only",
+                "Set the environment variable VLLM_USE_V2_MODEL_RUNNER=0.",
+            )
+    needed = settings.needs_worker
+    if needed is None and traced:
+        needed = "is to be traced, which vLLM's own worker does not do"
+    if needed is not None and parallel.worker_cls != WORKER:
         raise CarryoverError(
-            "carryover drafters are not served by vLLM's V2 model runner yet",
-            "Set the environment variable VLLM_USE_V2_MODEL_RUNNER=0.",
-        )
-    if settings.enabled and parallel.worker_cls != WORKER:
-        raise CarryoverError(
-            "this drafter carries rejected states over, which vLLM's own worker does not do",
+            f"this drafter {needed}",
             f"Add --worker-cls {WORKER} (LLM(..., worker_cls=...) in Python).",
         )
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+    for name in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    ):
         size = getattr(parallel, name)
         if size > 1:
             raise CarryoverError(
@@ -118,16 +175,37 @@ def _check_engine(vllm_config: VllmConfig, drafter: Any, settings: DrafterSettin
             f"quantized drafters ({speculative.draft_model_config.quantization}) are not supported",
             "Serve the drafter unquantized.",
         )
-    proposals = getattr(drafter, "block_size", 0) - 1
+    # A block holds the anchor's slot too; anchor_first proposes from it.
+    proposals = getattr(drafter, "block_size", 0) - (settings.slot_layout == "fill_in")
     if proposals < 1:
         raise CarryoverError(
-            "the drafter's config.json has no `block_size` (proposals + 1)", _EXPORT_AGAIN
+            "the drafter's config.json has no `block_size` (the slots of a block)", _EXPORT_AGAIN
         )
     if speculative.num_speculative_tokens > proposals:
         raise CarryoverError(
             f"num_speculative_tokens is {speculative.num_speculative_tokens}, and the drafter was "
             f"trained to propose {proposals}",
             f"Set num_speculative_tokens to {proposals} or less.",
+        )
+
+
+def _check_v2(speculative: SpeculativeConfig, settings: DrafterSettings) -> None:
+    if speculative.enable_adaptive_verification:
+        raise CarryoverError(
+            "enable_adaptive_verification is not supported with carryover drafters: it leaves the "
+            "number of proposals to the device",
+            "Leave it out of --speculative-config.",
+        )
+    if getattr(speculative.draft_model_config.hf_config, "dspark_draft_topk", None) is not None:
+        raise CarryoverError(
+            "dspark_draft_topk is not supported with carryover drafters",
+            "Leave it out of --speculative-config and of the drafter's config.json.",
+        )
+    if settings.enabled and speculative.rejection_sample_method != "standard":
+        raise CarryoverError(
+            f"rejection_sample_method is {speculative.rejection_sample_method!r}, and the output "
+            "with carried rows is shown to be the target's with 'standard' only",
+            "Leave it out of --speculative-config.",
         )
 
 
@@ -153,26 +231,37 @@ def _check_target(vllm_config: VllmConfig, drafter: Any) -> None:
             f"{target.get_vocab_size()}",
             other,
         )
-    settings = getattr(drafter, "dflash_config", None) or {}
-    layers = settings.get("target_layer_ids") or []
+    layers = _setting(drafter, "target_layer_ids") or []
     blocks = target.get_total_num_hidden_layers()
     # vLLM hands the features over in layer order, whatever the order of this list.
     if not layers or layers != sorted(set(layers)):
         raise CarryoverError(
-            f"`dflash_config.target_layer_ids` is {layers}, not an increasing list", _EXPORT_AGAIN
+            f"`target_layer_ids` is {layers}, not an increasing list", _EXPORT_AGAIN
         )
     if layers[0] < 0 or layers[-1] >= blocks:
         raise CarryoverError(
-            f"`dflash_config.target_layer_ids` is {layers}, and the target has blocks 0 to "
-            f"{blocks - 1}",
+            f"`target_layer_ids` is {layers}, and the target has blocks 0 to {blocks - 1}",
             other,
         )
-    mask = settings.get("mask_token_id")
+    mask = _setting(drafter, "mask_token_id")
     if not isinstance(mask, int) or not 0 <= mask < drafter.vocab_size:
         raise CarryoverError(
-            f"`dflash_config.mask_token_id` is {mask}, not a token id below {drafter.vocab_size}",
+            f"`mask_token_id` is {mask}, not a token id below {drafter.vocab_size}",
             _EXPORT_AGAIN,
         )
+
+
+def _setting(drafter: Any, name: str) -> Any:
+    """A key of `dflash_config` (z-lab), or of the top level (DeepSpec); vLLM reads them so."""
+    inner = (getattr(drafter, "dflash_config", None) or {}).get(name)
+    outer = getattr(drafter, name, None)
+    if inner is not None and outer is not None and inner != outer:
+        raise CarryoverError(
+            f"the drafter's config.json has two values of `{name}`: {inner} in `dflash_config`, "
+            f"{outer} at the top",
+            _EXPORT_AGAIN,
+        )
+    return outer if inner is None else inner
 
 
 def _check_blocks(drafter: Any) -> None:

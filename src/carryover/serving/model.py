@@ -1,4 +1,5 @@
-"""The draft model: vLLM's DFlash for Qwen3-style blocks, plus E_carry and optional q/k norms."""
+"""The draft model: vLLM's DFlash for Qwen3-style blocks, plus E_carry, a Markov head, and blocks
+without q/k norms."""
 
 from __future__ import annotations
 
@@ -9,10 +10,18 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
+from vllm.model_executor.models.qwen3_dspark import DSparkMarkovHead
+from vllm.model_executor.models.utils import maybe_prefix
 
 from carryover.serving import corrections
-from carryover.serving.checkpoint import CARRY_EMBEDDING, CARRY_PROJECTOR, check_tensors
+from carryover.serving.checkpoint import (
+    CARRY_EMBEDDING,
+    CARRY_PROJECTOR,
+    CONFIDENCE,
+    check_tensors,
+)
 from carryover.serving.drafter_config import DrafterSettings, check
+from carryover.serving.dspark import DSparkInterface
 
 
 class NoNorm(nn.Module):
@@ -47,6 +56,13 @@ class CarryoverDFlashModel(DFlashQwen3Model):
     ) -> None:
         super().__init__(vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix)
         self.settings = DrafterSettings.of(self.config)
+        if self.settings.markov_rank:
+            self.markov_head = DSparkMarkovHead(
+                self.config.vocab_size,
+                self.config.draft_vocab_size,
+                self.settings.markov_rank,
+                prefix=maybe_prefix(prefix, "markov_head"),
+            )
         if not self.settings.qk_norm:
             attentions: list[Any] = [layer.self_attn for layer in self.layers]
             for attention in attentions:
@@ -63,11 +79,12 @@ class CarryoverDFlashModel(DFlashQwen3Model):
         return super()._normalize_context_k(all_k)
 
 
-class CarryoverDFlashForCausalLM(DFlashQwen3ForCausalLM):
+class CarryoverDFlashForCausalLM(DSparkInterface, DFlashQwen3ForCausalLM):
     """A carryover drafter, or with `carryover.enabled: false` a plain one, as vLLM loads it.
 
     carry_shift: [hidden_size], F(E_carry), added to the projected features of rejected rows. F has
-    no bias, so this equals adding E_carry before F (paper, Algorithm 1). None when not enabled.
+    no bias, so this equals adding E_carry before F (paper, Algorithm 1). None when not enabled. It
+    is a parameter, so that `--load-format dummy` fills it in like the others.
     """
 
     model_cls = CarryoverDFlashModel
@@ -77,16 +94,23 @@ class CarryoverDFlashForCausalLM(DFlashQwen3ForCausalLM):
         corrections.correct_sampling_parameters()
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.settings = settings
-        self.carry_shift: torch.Tensor | None = None
+        # Also where no checkpoint is read (dummy weights), and so none says that it has a head.
+        self.has_own_lm_head = self.draft_id_to_target_id is not None
+        self.carry_shift: nn.Parameter | None = None
+        if settings.enabled:
+            self.carry_shift = nn.Parameter(
+                torch.zeros(self.config.hidden_size), requires_grad=False
+            )
 
     def load_weights(  # type: ignore[override]  # None, as the method of the same name above it
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
         """Load a checkpoint. Raises CarryoverError where a tensor is missing or of another shape.
 
-        A checkpoint's E_carry or F_carry is left out when `carryover.enabled` is false.
+        A checkpoint's E_carry or F_carry is left out when `carryover.enabled` is false, and so is
+        always its confidence head.
         """
-        tensors = dict(weights)
+        tensors = {name: t for name, t in weights if not name.startswith(CONFIDENCE)}
         projection: Any = self.model.fc
         reduced = self.draft_id_to_target_id is not None
         check_tensors(
@@ -97,12 +121,37 @@ class CarryoverDFlashForCausalLM(DFlashQwen3ForCausalLM):
             vocabulary=self.config.vocab_size,
             draft_vocabulary=self.config.draft_vocab_size if reduced else None,
             carries=self.settings.enabled,
+            markov_rank=self.settings.markov_rank,
         )
         carry_embedding = tensors.pop(CARRY_EMBEDDING, None)
         tensors.pop(CARRY_PROJECTOR, None)
         super().load_weights(tensors.items())
-        if self.settings.enabled and carry_embedding is not None:
+        if self.carry_shift is not None and carry_embedding is not None:
             # In fp32, rounded once: E_carry is small beside the features it is added to.
             weight: torch.Tensor = projection.weight
             shift = weight.float() @ carry_embedding.to(weight.device).float()
-            self.carry_shift = shift.to(weight.dtype)
+            self.carry_shift.copy_(shift)
+
+    def draft_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Scores [rows, V_d] of block states [rows, hidden_size], by draft ids, without bias."""
+        return self.logits_processor(self.lm_head, states)
+
+    def markov_bias(self, previous: torch.Tensor) -> torch.Tensor:
+        """The Markov head's addition [rows, V_d], given the tokens before: [rows] target ids."""
+        head: Any = self.model.markov_head
+        return head.bias(head.embed(previous), self.logits_processor)
+
+    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Map draft ids (any shape) to target ids."""
+        if self.draft_id_to_target_id is None:
+            return draft_ids
+        return draft_ids + self.draft_id_to_target_id[draft_ids]
+
+    def over_target_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
+        """Spread [rows, V_d] over the target's ids: [rows, V], -inf where none is proposed."""
+        if self.draft_id_to_target_id is None:
+            return scores
+        rows, size = scores.shape
+        spread = scores.new_full((rows, self.config.vocab_size), float("-inf"))
+        spread[:, self.target_ids(torch.arange(size, device=scores.device))] = scores
+        return spread

@@ -26,7 +26,8 @@ from carryover.serving.carry import carried_counts, carried_rows
 class CarryoverProposer(DFlashProposer):
     """DFlash drafting with the rejected rows as temporary context.
 
-    Subclasses vllm/v1/spec_decode/dflash.py. Its model is a CarryoverDFlashForCausalLM.
+    Subclasses vllm/v1/spec_decode/dflash.py. Its model is a CarryoverDFlashForCausalLM; where that
+    is not to carry (`carryover.enabled: false`) this is the stock proposer.
     """
 
     # [requests] int32, rows to carry in this step; set where vLLM counts the rejected rows.
@@ -42,6 +43,8 @@ class CarryoverProposer(DFlashProposer):
         metadata, sample, rejected = super().prepare_inputs_padded(
             common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count
         )
+        if self.model.carry_shift is None:
+            return metadata, sample, rejected
         cumulative = spec_decode_metadata.cu_num_draft_tokens
         self._carried = carried_counts(
             rejected,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
 from carryover.serving.drafter_config import DrafterSettings
-from carryover.serving.plugin import ARCHITECTURE
+from carryover.serving.plugin import ARCHITECTURE, DSPARK_ARCHITECTURE
+from carryover.serving.trace_settings import TraceSettings
 from carryover.serving.versions import require_known
 
 if TYPE_CHECKING or not current_platform.is_cpu():
@@ -17,31 +18,64 @@ else:
 
 
 class CarryoverWorker(PlatformWorker):
-    """The platform's worker. With a carryover drafter its model runner drafts with carried rows.
+    """The platform's worker. With a drafter of ours its model runner drafts with carried rows and
+    with the Markov head, where the drafter has them, and writes a trace where one is asked for.
 
-    Without one (no drafter, another method, `carryover.enabled: false`) it is the platform's.
+    Otherwise (no drafter, another method, neither of these) it is the platform's.
     """
 
     def init_device(self) -> None:
-        """As stock, then put the carryover proposer in the place of the stock DFlash one."""
+        """As stock, then put the drafter's own proposer or speculator in the stock one's place."""
         super().init_device()
-        if not self._serves_carryover():
+        settings = self._drafter_settings()
+        trace = TraceSettings.of(self.vllm_config.additional_config)
+        if settings is None or (settings.needs_worker is None and trace is None):
             return
         require_known()
+        runner: Any = self.model_runner
+        # Imported late: under an unknown vLLM they may not even import.
         if self.use_v2_model_runner:
-            return  # the draft model refuses, with the line that says why
-        # Imported late: under an unknown vLLM it may not even import.
+            from carryover.serving.speculator import speculator_for
+
+            if settings.needs_worker is not None:
+                runner.speculator = speculator_for(settings)(self.vllm_config, runner.device)
+        else:
+            runner.drafter = self._proposer(settings, trace)
+
+    def _proposer(self, settings: DrafterSettings, trace: TraceSettings | None) -> Any:
+        # Imported late, as above.
+        from carryover.serving.markov import MarkovProposer
         from carryover.serving.proposer import CarryoverProposer
 
-        self.model_runner.drafter = CarryoverProposer(
-            self.vllm_config, self.model_runner.device, self.model_runner
-        )
+        proposer = MarkovProposer if settings.markov_rank else CarryoverProposer
+        arguments = (self.vllm_config, self.model_runner.device, self.model_runner)
+        if trace is None:
+            return proposer(*arguments)
+        from carryover.serving.trace import Recorder, TraceWriter
+        from carryover.serving.tracing import traced
 
-    def _serves_carryover(self) -> bool:
+        writer = TraceWriter(trace, self._about(settings))
+        drafter = traced(proposer)(*arguments)
+        drafter.recorder = Recorder(self.model_runner, writer, features=trace.features)
+        return drafter
+
+    def _about(self, settings: DrafterSettings) -> dict[str, str]:
         speculative = self.vllm_config.speculative_config
-        if speculative is None or speculative.method != "dflash":
-            return False
+        assert speculative is not None
+        return {
+            "target": self.vllm_config.model_config.model,
+            "drafter": speculative.draft_model_config.model,
+            "proposals": str(speculative.num_speculative_tokens),
+            "carries": str(settings.enabled).lower(),
+            "markov_rank": str(settings.markov_rank),
+        }
+
+    def _drafter_settings(self) -> DrafterSettings | None:
+        """Of a drafter of ours; None with any other, and without one."""
+        speculative = self.vllm_config.speculative_config
+        if speculative is None or speculative.method not in ("dflash", "dspark"):
+            return None
         drafter = speculative.draft_model_config.hf_config
-        if ARCHITECTURE not in (drafter.architectures or []):
-            return False
-        return DrafterSettings.of(drafter).enabled
+        if {ARCHITECTURE, DSPARK_ARCHITECTURE}.isdisjoint(drafter.architectures or []):
+            return None
+        return DrafterSettings.of(drafter)

@@ -8,6 +8,7 @@ path:DIR                a Hugging Face folder on this machine
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -28,17 +29,17 @@ CHECKPOINT_FILES = (
 )
 
 
-def find_source(source: str, key: str) -> Path:
+def find_source(source: str, key: str, files: Sequence[str] = CHECKPOINT_FILES) -> Path:
     """Return the GGUF file or the checkpoint folder that `source` names.
 
-    `key` is the config key, for the error messages. Raises CarryoverError when the source cannot
-    be read or is not there.
+    `key` is the config key, for the error messages; `files` the patterns of what is fetched from
+    the hub. Raises CarryoverError when the source cannot be read or is not there.
     """
     scheme, _, rest = source.partition(":")
     if scheme == "package":
         return _packaged_gguf(rest, key)
     if scheme == "hub":
-        return _hub_snapshot(rest, key)
+        return _hub_snapshot(rest, key, files)
     if scheme == "path":
         return _checkpoint_folder(Path(rest).expanduser(), key)
     raise CarryoverError(
@@ -74,7 +75,7 @@ def _packaged_gguf(requirement: str, key: str) -> Path:
     return path
 
 
-def _hub_snapshot(reference: str, key: str) -> Path:
+def _hub_snapshot(reference: str, key: str, files: Sequence[str]) -> Path:
     repository, _, revision = reference.partition("@")
     if not repository or not revision:
         raise CarryoverError(
@@ -85,9 +86,7 @@ def _hub_snapshot(reference: str, key: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(
-            repository, revision=revision, allow_patterns=list(CHECKPOINT_FILES)
-        )
+        folder = snapshot_download(repository, revision=revision, allow_patterns=list(files))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CarryoverError(

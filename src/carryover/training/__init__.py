@@ -30,13 +30,13 @@ def run(config: Config, *, target: str, drafter: str, variant: str) -> None:
     parallel DVD). A run that was interrupted goes on from its newest intact checkpoint.
     """
     from carryover.paths import Paths
-    from carryover.training.planned import refuse_planned
-    from carryover.training.result import trained_folder, write_trained
+    from carryover.training.result import released_folder, trained_folder, write_trained
 
-    refuse_planned(config, [drafter])
     if variant != "baseline":
         trained_folder(config, target, drafter, "baseline")
     if RANK_MARK not in os.environ:
+        if variant == "baseline" and config.drafters[drafter].released:
+            released_folder(config, target, drafter)
         # Until the end there is no finished training, whatever an earlier one has left.
         Paths(config).trained(target, drafter, variant).unlink(missing_ok=True)
     if RANK_MARK in os.environ or config.training.nodes * config.training.ranks == 1:

@@ -81,6 +81,13 @@ class Trainer:
         self.factors = [losses.get(term, 0.0) for term in TERMS]
         # The recorded features do not hold the last block's output, from which p follows.
         self.compares = any(self.factors[1:])
+        text = model.config.get_text_config()
+        if self.compares and getattr(text, "final_logit_softcapping", None):
+            raise CarryoverError(
+                f"target {target} caps its logits, which the distribution and confidence terms of "
+                "training.losses do not do",
+                "Set both to 0 for its drafters, or take a target without final_logit_softcapping.",
+            )
         self.drafter, self.vocabulary = self._build(model, target, drafter)
         self.proposals = self.drafter.config.proposals
         self.verifier = None
@@ -95,7 +102,8 @@ class Trainer:
         head = model.get_output_embeddings().weight.detach()
         embedding = model.get_input_embeddings().weight.detach()
         wanted = self.config.drafters[drafter]
-        if self.variant == "baseline":
+        starts_anew = self.variant == "baseline" and not wanted.released
+        if starts_anew:
             observed = None
             if wanted.vocabulary == "observed":
                 observed = observed_tokens(map(self.store.token_ids, self.rows))
@@ -116,8 +124,11 @@ class Trainer:
             if wanted.initialize == "target_last_layers":
                 initialize_from_target(module, model)
         else:
-            # Both go on from the baseline, with a fresh optimizer and scheduler (paper, Table 4).
+            # Control and carryover go on from the baseline, with a fresh optimizer and scheduler
+            # (paper, Table 4); a baseline may go on from a released drafter.
             folder = self.paths.training(target, drafter, "baseline") / "final"
+            if self.variant == "baseline":
+                folder = self.paths.released(target, drafter)
             drafter_config, tensors = load_tensors(folder)
             observed = observed_ids(tensors)
             if self.carries:

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from carryover.artifacts import write_json
+from carryover.artifacts import read_manifest, write_json
 from carryover.config import Config
 from carryover.errors import CarryoverError
-from carryover.identity import made_from, stage_code
+from carryover.identity import made_from, source_content, stage_code
 from carryover.paths import Paths
 
 
@@ -15,8 +15,9 @@ def checkpoint_config(config: Config, target: str, drafter: str, variant: str) -
     """What a checkpoint must have been made with to be resumed: `config` of `checkpoints`.
 
     The config's part, and under `made_from` the hashes of the code, the target, the features (the
-    responses, where features are computed online) and, for control and carryover, the baseline's
-    weights. Raises CarryoverError where one is missing.
+    responses, where features are computed online) and what training starts from: the baseline's
+    weights for control and carryover, for a baseline the released drafter where there is one.
+    Raises CarryoverError where one is missing.
     """
     paths = Paths(config)
     inputs = {"target": paths.target(target)}
@@ -24,6 +25,8 @@ def checkpoint_config(config: Config, target: str, drafter: str, variant: str) -
         inputs["responses"] = paths.responses(target)
     else:
         inputs["features"] = paths.features(target)
+    if variant == "baseline" and config.drafters[drafter].released:
+        inputs["released"] = paths.released(target, drafter)
     if variant != "baseline":
         folder = trained_folder(config, target, drafter, "baseline")
         inputs["baseline"] = folder / "model.safetensors"
@@ -41,6 +44,24 @@ def write_trained(config: Config, target: str, drafter: str, variant: str) -> No
         paths.trained(target, drafter, variant),
         {"checkpoint": str(folder / "final"), "metrics": str(folder / "metrics.jsonl")},
     )
+
+
+def released_folder(config: Config, target: str, drafter: str) -> Path:
+    """The folder of the released drafter that a baseline starts from.
+
+    Raises CarryoverError where stage `released` has not made it with this config, or where
+    `initialize: path:DIR` holds another drafter by now.
+    """
+    folder = Paths(config).released(target, drafter)
+    subset = config.stage("released", target, drafter)
+    manifest = read_manifest(folder, stage="released", config=subset)
+    initialize = config.drafters[drafter].initialize
+    if source_content(initialize) not in (None, manifest["extra"].get("content")):
+        raise CarryoverError(
+            f"{initialize} holds another drafter than the one that {folder} was made from",
+            "Run `carryover released` again.",
+        )
+    return folder
 
 
 def trained_folder(config: Config, target: str, drafter: str, variant: str) -> Path:
