@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.shapes import Shape
 from carryover.artifacts import git_state, hardware, package_versions, write_json
 
 RESULTS = Path(__file__).parent / "results"
@@ -81,24 +82,24 @@ def ratio(top: Sequence[float], bottom: Sequence[float], seed: int) -> dict[str,
 
 
 def matrix_products(
-    dtype: torch.dtype, device: str, size: int, hidden: int = 576, inner: int = 1536
+    dtype: torch.dtype, device: str, square: int, shape: Shape
 ) -> dict[str, tuple[Callable[[], Any], int]]:
-    """Products whose rate is the machine's: one like a feed-forward layer's, one large square.
+    """Products whose rate is the machine's: of a feed-forward layer's shape, and a large square.
 
-    Values: (the product, its FLOPs).
+    Values: (the product, several times over, and its FLOPs).
     """
     result = {}
-    for rows, inside, columns in ((2048 if size > 512 else 64, hidden, inner), (size, size, size)):
+    for rows, inside, columns in ((square, shape.hidden, shape.inner), (square, square, square)):
         a = torch.randn(rows, inside, device=device).to(dtype)
         b = torch.randn(columns, inside, device=device).to(dtype)
-        flops = 2 * rows * inside * columns
-        repeats = max(1, int(2e10 / flops)) if size > 512 else 1
+        count = 2 * rows * inside * columns
+        repeats = max(1, 2 * square**3 // count)  # all take about as long
 
         def product(a: torch.Tensor = a, b: torch.Tensor = b, repeats: int = repeats) -> None:
             for _ in range(repeats):
                 torch.nn.functional.linear(a, b)
 
-        result[f"matmul {rows}x{inside}x{columns}"] = (product, flops * repeats)
+        result[f"matmul {rows}x{inside}x{columns}"] = (product, count * repeats)
     return result
 
 

@@ -105,9 +105,8 @@ def random_drafter(
     )
     drafter = Drafter(config.with_carry("hidden_states", "embedding") if carry else config)
     initialize_random(drafter, seed)
-    vocabulary = Vocabulary(head, observed)
     drafter.share(target.get_input_embeddings().weight.detach())
-    return drafter.to(head.device, head.dtype), vocabulary
+    return drafter.to(head.device, head.dtype), Vocabulary(head, observed)
 
 
 def random_batch(

@@ -1,9 +1,9 @@
 """The DFlash training step of `speculators`, on given weights, and the proof that it equals ours.
 
-Nothing of it is rewritten: its own model class does forward and loss, its own trainer's sequence
-(autocast to bfloat16 over fp32 weights, backward, clipping to 1, AdamW) is called in its order.
-On a GPU it would run fused losses, flex attention and torch.compile; on CPU its documented
-settings are `sdpa` or `eager` attention and the `eager` loss, and it does not compile.
+Nothing of it is rewritten: its own model class does forward and loss, and what its trainer calls is
+called in its order (autocast where the dtype is bfloat16, backward, clipping to 1, AdamW). On a GPU
+it would run a fused loss, flex attention and torch.compile; on CPU its settings are `sdpa` or
+`eager` attention and the `eager` loss, and it does not compile.
 """
 
 from __future__ import annotations
@@ -32,11 +32,17 @@ class SpeculatorsStep:
     """Its model with our drafter's weights, and the same responses packed into one sequence."""
 
     def __init__(
-        self, shape: Shape, drafter: Drafter, batch: Batch, attention: str, dtype: torch.dtype
+        self,
+        shape: Shape,
+        drafter: Drafter,
+        vocabulary: Vocabulary,
+        batch: Batch,
+        attention: str,
+        dtype: torch.dtype,
     ) -> None:
         """attention: `sdpa`, `eager` or `simple_flex_attention`; dtype: what autocast computes in,
         and of the features. The drafter must have q/k norms, which its model always has."""
-        config = drafter.config
+        config, head = drafter.config, vocabulary.head
         layers = Qwen3Config(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -53,7 +59,7 @@ class SpeculatorsStep:
         self.model = DFlashDraftModel(
             DFlashSpeculatorConfig(
                 transformer_layer_config=layers,
-                draft_vocab_size=len(drafter.head),
+                draft_vocab_size=len(head),
                 block_size=config.proposals + 1,
                 aux_hidden_state_layer_ids=list(config.target_layer_ids),
                 mask_token_id=config.mask_token_id,
@@ -62,8 +68,8 @@ class SpeculatorsStep:
         self.model.load_state_dict(drafter.state_dict(), strict=False)
         with torch.no_grad():
             self.model.embed_tokens.weight.copy_(drafter.embedding)
-            self.model.lm_head.weight.copy_(drafter.head)
-            self.model.verifier_lm_head.weight.copy_(drafter.head)
+            self.model.lm_head.weight.copy_(head)
+            self.model.verifier_lm_head.weight.copy_(head)
         rows, length = batch.token_ids.shape
         positions = torch.arange(length).expand(rows, -1)
         generator = torch.Generator().manual_seed(1)
@@ -81,14 +87,16 @@ class SpeculatorsStep:
         self.dtype = dtype
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-4)
-        self.parts = {"forward_backward": 0.0, "targets": 0.0}
 
     def loss(self) -> torch.Tensor:
-        with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+        with self._autocast():
             _, loss, _ = self.model(
                 **self.batch, loss_config=LOSS, gamma=GAMMA, max_anchors=self.anchors
             )
         return loss
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def __call__(self) -> None:
         """One optimizer step, as in its trainer."""
@@ -100,7 +108,7 @@ class SpeculatorsStep:
 
     def seconds_for_targets(self) -> float:
         """What its step spends on labels: the target's head over the recorded states."""
-        with torch.no_grad(), torch.autocast("cpu", self.dtype):
+        with torch.no_grad(), self._autocast():
             start = time.perf_counter()
             states = self.batch["verifier_last_hidden_states"]
             self.model.verifier_lm_head(self.model.verifier_norm(states))
@@ -115,7 +123,7 @@ def check_equal(
     Labels are what its target states predict, so that both have the same. Returns the largest
     difference relative to the largest entry of its tensor; raises where that is above 1e-4.
     """
-    theirs = SpeculatorsStep(shape, drafter, batch, attention, torch.float32)
+    theirs = SpeculatorsStep(shape, drafter, vocabulary, batch, attention, torch.float32)
     rows, length = batch.token_ids.shape
     states = theirs.batch["verifier_last_hidden_states"]
     with torch.no_grad():

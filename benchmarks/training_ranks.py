@@ -24,6 +24,7 @@ from benchmarks.measure import Report, arguments, ratio, summary
 from benchmarks.shapes import SMOLLM2_135M
 from carryover import features, target
 from carryover.config import load_config
+from carryover.config.precision import resolve
 from carryover.paths import Paths
 from tests.test_features import put_responses
 from tests.tiny_target import VOCABULARY, tiny_config, write_tiny_target
@@ -35,8 +36,9 @@ RESPONSES, EVERY = 64, 5
 
 def prepare(folder: Path, seed: int, tiny: bool) -> Path:
     """Features of random responses, by the project's own stages; returns the config file."""
-    write_tiny_target(folder / "source", seed=seed, dtype=torch.bfloat16)
-    shape = SMOLLM2_135M
+    name = resolve("auto")
+    dtype, shape = getattr(torch, name), SMOLLM2_135M
+    write_tiny_target(folder / "source", seed=seed, dtype=dtype)
     if not tiny:  # the tokenizer stays, the model becomes as wide as the default one
         torch.manual_seed(seed)
         LlamaForCausalLM(
@@ -46,13 +48,13 @@ def prepare(folder: Path, seed: int, tiny: bool) -> Path:
                 num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
                 max_position_embeddings=512, bos_token_id=None, eos_token_id=0, pad_token_id=0,
             )
-        ).bfloat16().save_pretrained(folder / "source")  # fmt: skip
+        ).to(dtype).save_pretrained(folder / "source")  # fmt: skip
     tokens = 8 if tiny else 120
     anchors = 4 if tiny else shape.anchors
-    steps = (2 if tiny else 6) * EVERY
+    steps = (2 if tiny else 4) * EVERY
     config = tiny_config(
         folder,
-        target={"dtype": "bfloat16", "feature_layers": [0, 1, 2, 3]},
+        target={"dtype": name, "feature_layers": [0, 1, 2, 3]},
         drafters={
             "DFlash": {
                 "kind": "dflash", "layers": shape.drafter_layers, "proposals": shape.proposals,
@@ -60,7 +62,7 @@ def prepare(folder: Path, seed: int, tiny: bool) -> Path:
             }
         },
         training={
-            "precision": "bfloat16", "anchors": anchors, "responses_per_step": 4, "micro_batch": 2,
+            "precision": name, "anchors": anchors, "responses_per_step": 4, "micro_batch": 2,
             "held_out": 2, "log_every": EVERY, "evaluate_every": 10**6, "checkpoint_every": 10**6,
             "baseline": {"steps": steps, "learning_rate": 1e-3},
         },

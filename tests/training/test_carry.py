@@ -204,11 +204,15 @@ def test_next_tokens_are_asked_for_and_do_not_change_the_verdict():
     plain = verifier(verifier.read(batch.token_ids), batch.anchors, proposals)
     asked = verifier(verifier.read(batch.token_ids), batch.anchors, proposals, 3)
     assert plain.next is None
-    assert torch.equal(asked.predicted, plain.predicted)
+    assert asked.accepted.tolist() == plain.accepted.tolist() == ACCEPTED
     assert torch.equal(asked.features, plain.features)
     assert asked.next.ids.shape == asked.next.weights.shape == (2, 4, SIZE, 3)
-    # Row q's best token is the greedy one for the position after it.
-    assert torch.equal(asked.next.ids[:, :, :-1, 0], plain.predicted[:, :, 1:])
+    # Row q's best token is the greedy one for the position after it, which accepted ones are.
+    right = asked.next.ids[:, :, :-1, 0] == proposals[:, :, 1:]
+    for r, row in enumerate(ACCEPTED):
+        for n, accepted in enumerate(row):
+            if accepted:
+                assert right[r, n].long().cumprod(0).sum() == accepted - 1
     torch.testing.assert_close(asked.next.weights.sum(-1), torch.ones(2, 4, SIZE))
 
 

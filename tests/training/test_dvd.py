@@ -61,7 +61,19 @@ def test_verification_equals_an_ordinary_forward_of_each_branch(family, chunk, m
     monkeypatch.setattr(verify, "CHUNK_TOKENS", chunk)
     target = tiny_target(family)
     batch = recorded(target)
-    proposals = torch.randint(0, VOCABULARY, (2, 4, 4))
+    wanted = [[0, 1, 2, 3], [4, 3, 0, 1]]
+    target.set_attn_implementation("eager")
+    proposals = torch.stack(
+        [
+            torch.stack(
+                [
+                    continuation(target, batch.token_ids[r, : a + 1], 4, wanted[r][n])
+                    for n, a in enumerate(row)
+                ]
+            )
+            for r, row in enumerate(batch.anchors.tolist())
+        ]
+    )
     want = [
         [
             dense_verify(target, batch.token_ids[r, : a + 1], proposals[r, n])
@@ -74,7 +86,8 @@ def test_verification_equals_an_ordinary_forward_of_each_branch(family, chunk, m
     for r in range(2):
         for n in range(4):
             torch.testing.assert_close(got.features[r, n], want[r][n][0], rtol=1e-4, atol=1e-4)
-            assert got.predicted[r, n].tolist() == want[r][n][1].tolist()
+            right = want[r][n][1] == proposals[r, n]
+            assert got.accepted[r, n] == right.cumprod(0).sum() == wanted[r][n]
 
 
 def test_dvd_equals_two_passes_one_anchor_at_a_time():

@@ -48,10 +48,10 @@ def draft_and_verify(
     hidden = drafter(tokens, anchors, batch.features)  # y[<= a_i]
     proposals = vocabulary.propose(hidden, tokens, drafter.markov_head)  # d_i
     wanted = NEXT_TOKENS.get(drafter.config.carry_rows, 0)
-    # H_i and the target's greedy tokens
+    # H_i, and how far d_i are the target's greedy tokens
     verified = verifier(reading or verifier.read(batch.token_ids), anchors, proposals, wanted)
     size = proposals.shape[-1]
-    accepted = (proposals == verified.predicted).cumprod(-1).sum(-1)  # m_i
+    accepted = verified.accepted  # m_i
     shifted = torch.where(accepted == size, anchors, anchors + accepted + 1)  # a'_i
     valid = batch.valid & (shifted < batch.lengths[:, None] - 1)
     return Blocks(

@@ -128,13 +128,13 @@ class Reading:
 class Verified:
     """The target's verdict on branches.
 
-    features: [R, N, B, nH_t] at the proposed positions a+1 .. a+B; predicted: [R, N, B] int64,
-    the target's greedy token for each of those positions, given the branch before it; next: what
-    the target says after each of them, where it was asked for.
+    features: [R, N, B, nH_t] at the proposed positions a+1 .. a+B; accepted: [R, N] int64, m, how
+    many proposals from the first on are the target's greedy token given the branch before them;
+    next: what the target says after each of them, where it was asked for.
     """
 
     features: Tensor
-    predicted: Tensor
+    accepted: Tensor
     next: NextTokens | None = None
 
 
@@ -191,12 +191,25 @@ class Verifier:
         rows = torch.cat((at_anchor[:, :, None], hidden), 2)
         if next_tokens == 0:
             rows = rows[:, :, :-1]  # the last one predicts past the proposals
-            predicted = predict(rows.flatten(0, 2), self.head).view(proposals.shape)
-            return Verified(features, predicted)
+            return Verified(features, self._accepted(rows, proposals))
         flat = _most_probable(rows.flatten(0, 2), self.head, next_tokens)
         greedy, ids, weights = (x.unflatten(0, rows.shape[:3]) for x in flat)
-        following = NextTokens(ids[:, :, 1:], weights[:, :, 1:])
-        return Verified(features, greedy[:, :, :-1], following)
+        accepted = (greedy[:, :, :-1] == proposals).cumprod(-1).sum(-1)
+        return Verified(features, accepted, NextTokens(ids[:, :, 1:], weights[:, :, 1:]))
+
+    def _accepted(self, rows: Tensor, proposals: Tensor) -> Tensor:
+        """`Verified.accepted`; rows: [R, N, B, H], of which row k decides on proposal k.
+
+        What follows a rejection is not asked for: the head over all rows is a sixth of the work.
+        """
+        hidden, drafted = rows.flatten(0, 1), proposals.flatten(0, 1)
+        accepted = torch.zeros_like(drafted[:, 0])
+        going = torch.arange(len(drafted), device=drafted.device)
+        for k in range(drafted.shape[1]):
+            right = predict(hidden[going, k], self.head) == drafted[going, k]
+            going = going[right]
+            accepted[going] += 1
+        return accepted.view(proposals.shape[:2])
 
     def _branches(
         self, prefix: dict[int, tuple[Tensor, Tensor]], anchors: Tensor, proposals: Tensor
