@@ -103,8 +103,9 @@ def _check_engine(vllm_config: VllmConfig, drafter: Any, settings: DrafterSettin
             "carryover drafters are not served by vLLM's V2 model runner yet",
             "Set the environment variable VLLM_USE_V2_MODEL_RUNNER=0.",
         )
+    trace = TraceSettings.of(vllm_config.additional_config)
     needed = settings.needs_worker
-    if needed is None and TraceSettings.of(vllm_config.additional_config) is not None:
+    if needed is None and trace is not None:
         needed = "is to be traced, which vLLM's own worker does not do"
     if needed is not None and parallel.worker_cls != WORKER:
         raise CarryoverError(
