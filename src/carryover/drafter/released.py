@@ -131,7 +131,8 @@ def _settings(
         trained = config.training.losses.markov.confidence
         # Only whether there is a confidence head; any factor above 0 trains one.
         has = fields.get("confidence", False)
-        yield "training.losses.markov.confidence", trained, trained if has == (trained > 0) else 0.0
+        fits = trained if has == (trained > 0) else float(has)
+        yield "training.losses.markov.confidence", trained, fits
     yield f"{at}.layers", wanted.layers, fields["num_hidden_layers"]
     yield f"{at}.proposals", wanted.proposals, fields["proposals"]
     yield f"{at}.slot_layout", wanted.slot_layout, fields["slot_layout"]
