@@ -144,6 +144,29 @@ def test_unwritable_results_are_one_readable_line(copy: Path, results: str) -> N
     assert re.search(rf"^error: .*{results}.*results_dir", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("carry: {rows: draft_tokens, distinction: none}", "carry.rows"),
+        ("carry: {distinction: projector}", "carry.distinction"),
+        (
+            "drafters: {DFlash: {kind: markov, slot_layout: anchor_first}}",
+            "drafters.DFlash.slot_layout",
+        ),
+    ],
+)
+def test_what_cannot_be_benchmarked_is_refused_before_the_first_job_and_can_be_trained(
+    finished: Path, change: str, key: str
+) -> None:
+    (finished / "change.yaml").write_text(f"{change}\n")
+    done = run(["snakemake", "-n", "--configfile", "change.yaml"], finished)
+    assert done.returncode != 0
+    assert re.search(rf"^error: {key}: .* Set it to ", done.stdout, re.MULTILINE)
+    assert "Traceback" not in done.stdout and "rule train" not in done.stdout
+    one = "results/training/SmolLM2-135M/DFlash/carryover.json"
+    assert planned(finished, one, "--configfile", "change.yaml")["train_further"] == 1
+
+
 def test_linters_are_clean() -> None:
     done = run(["snakemake", "--lint"], REPOSITORY)
     assert done.returncode == 0, done.stdout

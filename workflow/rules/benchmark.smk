@@ -3,6 +3,7 @@
 
 rule benchmark:
     input:
+        servable,
         target=rules.target.output.manifest,
         prompts=rules.evaluation_prompts.output,
         baseline=drafter("baseline"),

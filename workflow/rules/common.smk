@@ -17,6 +17,7 @@ os.environ.update(
 
 from carryover.artifacts import check_folder, write_json
 from carryover.config import config_from_dict
+from carryover.config.servable import check_servable
 from carryover.errors import CarryoverError
 from carryover.identity import source_content, stage_code
 from carryover.paths import Paths
@@ -108,6 +109,15 @@ def released(given):
 def drafter(variant):
     """The manifest of an exported drafter."""
     return manifest(paths.drafter("{target}", "{drafter}", variant))
+
+
+def servable(given):
+    """Input function without an input: ends a run whose drafter the benchmark could not serve."""
+    try:
+        check_servable(settings, given.drafter)
+    except CarryoverError as error:
+        sys.exit(f"error: {error}")
+    return []
 
 
 def benchmark_rows(temperature):
