@@ -132,8 +132,11 @@ def write_drafter(
     }
     if slot_layout == "anchor_first":
         settings |= {
-            # vLLM turns a DSpark drafter without a name that it knows into DeepSeek-V4's.
-            "architectures": ["Qwen3CarryoverDSparkModel", "Qwen3DSparkModel"],
+            # As carryover.drafter.config exports them.
+            "architectures": [
+                "Qwen3CarryoverDSparkModel",
+                "Qwen3DSparkModel" if qk_norm and not enabled else "K3DSparkModel",
+            ],
             "block_size": proposals,
             **settings.pop("dflash_config"),
         }

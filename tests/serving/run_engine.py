@@ -284,7 +284,8 @@ def run(job: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
         "preemptions": counts.get("vllm:num_preemptions"),
         "addresses": recorder.cache.addresses() if recorder and recorder.cache else None,
         "hooks": sum(
-            len(sampler._forward_hooks) + len(sampler._forward_pre_hooks)
+            len(getattr(sampler, "_forward_hooks", ()))
+            + len(getattr(sampler, "_forward_pre_hooks", ()))
             for sampler in (runner.sampler, getattr(runner, "rejection_sampler", runner.sampler))
         ),
         "proposer": type(getattr(runner, "drafter", None)).__name__,

@@ -266,11 +266,11 @@ def test_round_trip_is_bit_exact(tmp_path: Path, carry, observed, layout) -> Non
         ),
         (
             {"markov_rank": 4, "slot_layout": "anchor_first", "carry": True},
-            ["Qwen3CarryoverDSparkModel"],
+            ["Qwen3CarryoverDSparkModel", "K3DSparkModel"],
         ),
         (
             {"markov_rank": 4, "slot_layout": "anchor_first", "qk_norm": False},
-            ["Qwen3CarryoverDSparkModel"],
+            ["Qwen3CarryoverDSparkModel", "K3DSparkModel"],
         ),
     ],
 )

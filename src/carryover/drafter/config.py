@@ -9,6 +9,8 @@ from carryover.errors import CarryoverError
 # The plugin's classes. vLLM's own are those that z-lab's and DeepSpec's checkpoints name.
 PLUGIN_ARCHITECTURE, STOCK_ARCHITECTURE = "DFlashCarryoverDraftModel", "DFlashDraftModel"
 PLUGIN_DSPARK, STOCK_DSPARK = "Qwen3CarryoverDSparkModel", "Qwen3DSparkModel"
+# A DSpark class of vLLM's with other tensors, which without the plugin stops at our checkpoint.
+OTHER_DSPARK = "K3DSparkModel"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class DrafterConfig:
         Markov head."""
         plain = self.qk_norm and not self.carry
         if self.slot_layout == "anchor_first":
-            return [PLUGIN_DSPARK] + ([STOCK_DSPARK] if plain else [])
+            # vLLM 0.32 turns a DSpark drafter without one of its own names into DeepSeek-V4's.
+            return [PLUGIN_DSPARK, STOCK_DSPARK if plain else OTHER_DSPARK]
         plain = plain and not self.markov_rank
         return [PLUGIN_ARCHITECTURE] + ([STOCK_ARCHITECTURE] if plain else [])
 
