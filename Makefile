@@ -1,5 +1,6 @@
 # make demo    set up, then run the whole line at the default scale and show the table
 # make test    set up, then run the tests
+# make test-long   the tests of minutes each that `make test` leaves out
 # make lint    ruff, mypy, snakefmt and Snakemake's linter
 # make setup   only the environment
 # make clean   delete the results (asks first)
@@ -12,11 +13,11 @@ ARGS ?=
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint setup clean
+.PHONY: demo test test-long lint setup clean
 
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 # Nothing at this scale needs a model hub, and nothing may quietly come to need one.
-demo test: export HF_HUB_OFFLINE := 1
+demo test test-long: export HF_HUB_OFFLINE := 1
 
 setup:
 	@scripts/setup.sh "$(VENV)" "$(PYTHON)"
@@ -27,7 +28,10 @@ demo: setup
 	@$(if $(ARGS),,scripts/show_results.sh results)
 
 test: setup
-	@python -m pytest -m "not gpu" $(ARGS)
+	@python -m pytest -m "not gpu and not long" $(ARGS)
+
+test-long: setup
+	@python -m pytest -m "long" $(ARGS)
 
 lint: setup
 	ruff check .

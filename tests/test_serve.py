@@ -33,7 +33,7 @@ from carryover.serving.trace import read_trace
 from tests.serving.checkpoints import write_drafter
 from tests.tiny_target import VOCABULARY, write_tiny_target
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 B = 7
 LENGTH = 256

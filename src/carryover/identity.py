@@ -31,9 +31,28 @@ _SOURCES = {
     ),
     "features": ("features", "target/hidden.py"),
     "released": ("drafter", "target/source.py"),
-    "train": ("drafter", "training", "target/hidden.py", "seeds.py"),
+    "train": (
+        # Not the readers of released drafters: what they read is an input.
+        *(
+            f"drafter/{name}.py"
+            for name in (
+                "attention",
+                "checkpoint",
+                "config",
+                "initialize",
+                "layout",
+                "markov",
+                "model",
+            )
+        ),
+        "training",
+        "target/hidden.py",
+        "target/load.py",
+        "features/store.py",
+        "seeds.py",
+    ),
     "export": ("drafter",),
-    "benchmark": ("benchmark", "serving", "prompts/render.py", "seeds.py"),
+    "benchmark": ("benchmark", "serving", "serving_env.py", "prompts/render.py", "seeds.py"),
     "report": ("report",),
 }
 

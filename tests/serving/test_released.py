@@ -22,6 +22,8 @@ from tests.serving.reference import DenseTarget
 from tests.serving.test_parity import committed_ids
 from tests.training import released as write
 
+pytestmark = pytest.mark.long
+
 TOLERANCE = 1e-4
 PROPOSALS = 4
 GENERATED = 40

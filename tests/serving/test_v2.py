@@ -54,7 +54,7 @@ class ServedV2:
         markov = "dspark, Markov, carryover"
         folders |= dict.fromkeys((PREEMPTED, LIMITED), folders[markov])
         again = base | _served(markov, folders[markov])
-        jobs[PREEMPTED] = again | edited | {"llm": {"num_gpu_blocks_override": 10}}
+        jobs[PREEMPTED] = again | edited | {"llm": {"num_gpu_blocks_override": 8}}
         jobs[LIMITED] = again | {"record": True, "llm": {"max_model_len": LIMIT}}
         self.jobs = jobs
         results = run_jobs(folder, list(jobs.values()), v2=True)

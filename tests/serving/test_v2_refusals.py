@@ -12,6 +12,8 @@ from carryover.serving.plugin import WORKER
 from tests.serving import checkpoints
 from tests.serving.harness import run_script
 
+pytestmark = pytest.mark.long
+
 ANCHOR_FIRST = {"slot_layout": "anchor_first"}
 DSPARK = {"method": "dspark"}
 

@@ -26,6 +26,8 @@ from tests.serving.test_temperature import (
     _p_value,
 )
 
+pytestmark = pytest.mark.long
+
 SAMPLES = 600
 PROPOSALS = 3
 PROBABILISTIC = {"draft_sample_method": "probabilistic"}

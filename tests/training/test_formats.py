@@ -422,6 +422,7 @@ def written(recorded: Path, layout: str) -> tuple[Path, dict[str, Any]]:
     return folder, keys
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["z-lab", "DeepSpec", "speculators", "carryover"])
 def test_training_starts_from_it(recorded: Path, layout: str) -> None:
     source, keys = written(recorded, layout)

@@ -120,7 +120,9 @@ def markov_variation(folder: Path, name: str, drafter: dict, **training) -> tupl
     return path, load_config(path)
 
 
-@pytest.mark.parametrize("slot_layout", ["fill_in", "anchor_first"])
+@pytest.mark.parametrize(
+    "slot_layout", ["fill_in", pytest.param("anchor_first", marks=pytest.mark.long)]
+)
 def test_markov_variants_train_and_export(recorded: Path, slot_layout: str) -> None:
     drafter = {"markov_rank": 8, "slot_layout": slot_layout}
     path, config = markov_variation(recorded, f"markov-{slot_layout}", drafter)
@@ -147,7 +149,7 @@ def test_markov_variants_train_and_export(recorded: Path, slot_layout: str) -> N
     assert before["markov_head.markov_w2.weight"].shape[0] == len(before["d2t"]) < 320
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_zero_3_does_not_change_a_markov_curve(recorded: Path) -> None:
     # 320 x 512 weights: DeepSpeed partitions no smaller ones.
     drafter = {"markov_rank": 512, "vocabulary": "full"}
@@ -269,7 +271,15 @@ def test_a_killed_run_resumes_with_the_same_curve(recorded: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "zero_stage",
+    [
+        pytest.param(0, marks=pytest.mark.long),
+        1,
+        pytest.param(2, marks=pytest.mark.long),
+        3,
+    ],
+)
 def test_ranks_zero_stage_and_micro_batch_do_not_change_the_curve(
     recorded: Path, zero_stage
 ) -> None:

@@ -2,6 +2,7 @@
 
 import platform
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # CPU instructions for bfloat16 products. Without them a product of bfloat16 matrices is emulated,
@@ -13,15 +14,23 @@ _CPU = Path("/proc/cpuinfo")
 
 @cache
 def fast_bfloat16() -> bool:
-    """Whether this machine has an NVIDIA GPU or a CPU with bfloat16 instructions.
+    """Whether this machine has an NVIDIA GPU that torch was built for, or a CPU with bfloat16
+    instructions.
 
     Read from the system: torch takes seconds to import, and the config is read at every start.
     """
-    if _NVIDIA.exists():
+    if _NVIDIA.exists() and not _torch_for_cpu():
         return True
     if platform.system() == "Linux":
         return has_bfloat16(_CPU.read_text(encoding="utf-8"))
     return False
+
+
+def _torch_for_cpu() -> bool:
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return False
 
 
 def has_bfloat16(cpuinfo: str) -> bool:

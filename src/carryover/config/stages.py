@@ -84,11 +84,15 @@ def _features(config: Config, target: str | None) -> dict[str, Any]:
 
 
 def _released(config: Config, target: str | None, drafter: str | None) -> dict[str, Any]:
-    return {
+    chosen = pick(config.drafters, "drafter", drafter)
+    subset = {
         "target": pick(config.targets, "target", target).model_dump(exclude={"thinking"}),
-        "drafter": pick(config.drafters, "drafter", drafter).model_dump(),
+        "drafter": chosen.model_dump(),
         "max_model_len": config.benchmark.max_model_len,
     }
+    if chosen.kind == "markov":  # whether the drafter has to have a confidence head
+        subset["confidence"] = config.training.losses.markov.confidence > 0
+    return subset
 
 
 def _train(

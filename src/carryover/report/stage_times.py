@@ -76,10 +76,10 @@ def jobs(config: Config) -> Iterator[Job]:
     sets = tuple(paths.evaluation(name) for name in config.prompts.evaluation.datasets)
     yield Job("prompts/evaluation", "prompts", config.stage("evaluation_prompts"), sets)
     for target in config.targets:
-        for stage, output in (
-            ("responses", paths.responses(target)),
-            ("features", paths.features(target)),
-        ):
+        stages = [("responses", paths.responses(target))]
+        if config.training.features == "cached":
+            stages.append(("features", paths.features(target)))
+        for stage, output in stages:
             yield Job(f"{stage}/{target}", stage, config.stage(stage, target), (output,))
         for drafter, wanted in config.drafters.items():
             if wanted.released:

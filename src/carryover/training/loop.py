@@ -70,6 +70,10 @@ class Trainer:
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if self.settings.attention == "flex" and self.device.type != "cuda":
+            raise CarryoverError(
+                "training.attention: flex has no gradient on CPU", "Set it to auto or dense."
+            )
         self.dtype = getattr(torch, self.settings.precision)
 
         self.store = open_recorded(config, target)
