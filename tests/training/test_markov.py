@@ -243,7 +243,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path, carry, observed, layout) -> Non
     for name, value in drafter.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
     if not carry:  # a baseline that goes on with carry
-        further = Drafter(config.with_carry("embedding")).to(torch.bfloat16)
+        further = Drafter(config.with_carry("hidden_states", "embedding")).to(torch.bfloat16)
         load_into(further, tensors)
         assert torch.equal(
             further.markov_head.markov_w2.weight, drafter.markov_head.markov_w2.weight

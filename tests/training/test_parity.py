@@ -89,7 +89,7 @@ def test_what_carry_adds_to_a_baseline_changes_nothing_at_first(tmp_path: Path) 
     for distinction in ("none", "embedding", "projector"):
         drafter = Drafter(config.with_carry("hidden_states", distinction))
         load_into(drafter, tensors)
-        drafter.share(torch.ones(VOCABULARY, 32).cumsum(0).cos(), torch.zeros(1, 32))
+        drafter.share(torch.ones(VOCABULARY, 32).cumsum(0).cos())
         with torch.no_grad():
             hidden[distinction] = drafter(
                 torch.tensor([[17]]), torch.tensor([[4]]), features, carry
