@@ -114,11 +114,12 @@ def test_the_packaged_default_target_is_converted(tmp_path: Path) -> None:
 
     folder = Paths(config).target(SMOLLM2)
     weights = load_file(folder / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    dtype = config.targets[SMOLLM2].dtype  # what `auto` means here
+    assert {weight.dtype for weight in weights.values()} == {getattr(torch, dtype)}
     assert weights["model.embed_tokens.weight"].shape == (49152, 576)
     assert sum(weight.numel() for weight in weights.values()) == 134_515_008
 
-    model, tokenizer = target.load_target(folder, "bfloat16")
+    model, tokenizer = target.load_target(folder, dtype)
     ids = render(tokenizer, "What is the capital of France?", thinking=False)
     for _ in range(12):
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
