@@ -30,7 +30,7 @@ WITHOUT_WORKER = ("dflash, baseline", "dspark, Markov, baseline")
 PREEMPTED, LIMITED = "preempted", "own proposals, to the length limit"
 EDITED = [*DRAFTERS, PREEMPTED]
 ALL = [*EDITED, LIMITED]
-GENERATED = 40
+GENERATED = 48
 LIMIT = 96
 
 
@@ -54,7 +54,7 @@ class ServedV2:
         markov = "dspark, Markov, carryover"
         folders |= dict.fromkeys((PREEMPTED, LIMITED), folders[markov])
         again = base | _served(markov, folders[markov])
-        jobs[PREEMPTED] = again | edited | {"llm": {"num_gpu_blocks_override": 8}}
+        jobs[PREEMPTED] = again | edited | {"llm": {"num_gpu_blocks_override": 9}}
         jobs[LIMITED] = again | {"record": True, "llm": {"max_model_len": LIMIT}}
         self.jobs = jobs
         results = run_jobs(folder, list(jobs.values()), v2=True)
