@@ -12,6 +12,8 @@ from tests.serving import checkpoints
 from tests.serving.harness import ACCEPTED, PROMPT_LENGTHS, random_prompts, run_jobs
 from tests.serving.reference import DenseDrafter, DenseTarget
 
+pytestmark = pytest.mark.long
+
 TOLERANCE = 1e-4
 REDUCED = {"qk_norm": False, "draft_vocabulary": 100}
 MARKOV = {"markov_rank": 8}

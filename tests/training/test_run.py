@@ -189,6 +189,7 @@ for config, variant in [(configs[0], "baseline"), *((c, "carryover") for c in co
 """
 
 
+@pytest.mark.long
 def test_every_carry_trains_and_exports(recorded: Path) -> None:
     configs = {}
     for rows, distinction in CARRIES:
