@@ -115,13 +115,18 @@ class NextTokens:
 class Reading:
     """The target's pass over recorded responses: what branches stand on.
 
-    hidden: [R, T, H], the last norm included; features: [R, T, nH_t]; prefix: keys and values of
-    every layer. Rows of padding mean nothing.
+    hidden: [R, T, H], the last norm included; captured: [R, T, H_t] of each feature layer; prefix:
+    keys and values of every layer. Rows of padding mean nothing.
     """
 
     hidden: Tensor
-    features: Tensor
+    captured: list[Tensor]
     prefix: dict[int, tuple[Tensor, Tensor]]
+
+    @property
+    def features(self) -> Tensor:
+        """[R, T, nH_t]. Put together where asked for: with cached features nothing asks."""
+        return torch.cat(self.captured, -1)
 
 
 @dataclass
@@ -166,8 +171,8 @@ class Verifier:
         state = _State()
         with captured(self.stack, self.feature_layers) as outputs:
             out = self.stack(input_ids=token_ids, use_cache=False, branches=state)
-        features = torch.cat([outputs[i] for i in self.feature_layers], -1)
-        return Reading(out.last_hidden_state, features, state.prefix)
+        layers = [outputs[i] for i in self.feature_layers]
+        return Reading(out.last_hidden_state, layers, state.prefix)
 
     @torch.no_grad()
     def __call__(
