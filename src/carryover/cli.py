@@ -91,6 +91,8 @@ def parser() -> argparse.ArgumentParser:
     show = command.add_mutually_exclusive_group()
     show.add_argument("--explain", action="store_true", help="all keys, defaults and meanings")
     show.add_argument("--schema", action="store_true", help="the JSON schema of config files")
+    about = "vLLM's own command line, e.g. carryover vllm serve TARGET ... (docs/serving.md)"
+    commands.add_parser("vllm", help=about, add_help=False)
     return top
 
 
@@ -123,9 +125,15 @@ def _temperature(text: str) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
-    options = parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # What follows is vLLM's to read, --help too.
+    options = parser().parse_args(given[:1] if given[:1] == ["vllm"] else given)
     try:
-        if options.command == "config":
+        if options.command == "vllm":
+            from carryover.serving.command_line import run as run_vllm
+
+            run_vllm(given[1:])
+        elif options.command == "config":
             _print(_config_text(options))
         else:
             _run_stage(STAGES[options.command], options)

@@ -132,7 +132,11 @@ class TraceWriter:
     def flush_if_due(self) -> None:
         """Write what has gathered, if it is FLUSH_ROUNDS rounds or more."""
         if len(self._pending) >= FLUSH_ROUNDS:
-            _flush(self._pending, self._open)
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has gathered."""
+        _flush(self._pending, self._open)
 
     def add_rows(
         self, requests: list[str], positions: Any, tokens: Any, features: torch.Tensor

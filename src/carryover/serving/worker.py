@@ -11,6 +11,11 @@ from carryover.serving.plugin import ARCHITECTURE, DSPARK_ARCHITECTURE
 from carryover.serving.trace_settings import TraceSettings
 from carryover.serving.versions import require_known
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from carryover.serving.trace import TraceWriter
+
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 else:
@@ -23,6 +28,8 @@ class CarryoverWorker(PlatformWorker):
 
     Otherwise (no drafter, another method, neither of these) it is the platform's.
     """
+
+    _trace: TraceWriter | None = None
 
     def init_device(self) -> None:
         """As stock, then put the drafter's own proposer or speculator in the stock one's place."""
@@ -54,10 +61,17 @@ class CarryoverWorker(PlatformWorker):
         from carryover.serving.trace import Recorder, TraceWriter
         from carryover.serving.tracing import traced
 
-        writer = TraceWriter(trace, self._about(settings))
+        self._trace = TraceWriter(trace, self._about(settings))
         drafter = traced(proposer)(*arguments)
-        drafter.recorder = Recorder(self.model_runner, writer, features=trace.features)
+        drafter.recorder = Recorder(self.model_runner, self._trace, features=trace.features)
         return drafter
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """As stock. The step in which vLLM only says that the last requests have finished also
+        writes what the trace holds: a server that is stopped kills its workers at once."""
+        if self._trace is not None and not scheduler_output.total_num_scheduled_tokens:
+            self._trace.flush()
+        return super().execute_model(scheduler_output)
 
     def _about(self, settings: DrafterSettings) -> dict[str, str]:
         speculative = self.vllm_config.speculative_config
