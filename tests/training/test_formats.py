@@ -567,6 +567,7 @@ def test_a_markov_drafter_needs_its_kind(recorded: Path) -> None:
         (write.zlab(512), "vocab_size is 512, and the target's is 320"),
         (write.zlab(VOCABULARY, hidden_size=128), "hidden_size is 128, and the target's is 64"),
         (write.zlab(VOCABULARY, target_hidden_size=32), "target_hidden_size is 32"),
+        (write.zlab(VOCABULARY, final_logit_softcapping=30), "final_logit_softcapping is 30.0"),
     ],
 )
 def test_a_drafter_for_another_target_is_refused(

@@ -12,6 +12,7 @@ from carryover.training.losses import (
     log_totals,
     position_weights,
     predict,
+    soft_cap,
 )
 from carryover.training.vocabulary import Vocabulary, observed_tokens
 
@@ -33,17 +34,22 @@ def test_loss_and_gradient_equal_torchs_cross_entropy(monkeypatch):
     assert predict(hidden, head).tolist() == result.predicted.tolist()
 
 
-def dense(hidden, head, observed, labels, latent, correction, states):
+def dense(hidden, head, observed, labels, latent, correction, states, cap=None):
     """One position at a time over the target's whole vocabulary, where q is 0 outside `observed`.
 
-    Returns cross-entropies, L1 distances and acceptance probabilities, [M] each.
+    The two parts of the drafter's logits are capped each by itself. Returns cross-entropies, L1
+    distances and acceptance probabilities, [M] each.
     """
+
+    def capped(x):
+        return x if cap is None else cap * (1 - 2 / (1 + (2 * x / cap).exp()))
+
     columns = []
     for i, state in enumerate(states):
-        z = head[observed] @ hidden[i] + correction @ latent[i]
+        z = capped(head[observed] @ hidden[i]) + capped(correction @ latent[i])
         inside = z.exp() / z.exp().sum()
         q = torch.zeros(len(head)).index_put((observed,), inside)
-        p = (head @ state).exp() / (head @ state).exp().sum()
+        p = capped(head @ state).exp() / capped(head @ state).exp().sum()
         columns.append(
             torch.stack((-inside[labels[i]].log(), (q - p).abs().sum(), torch.minimum(p, q).sum()))
         )
@@ -52,7 +58,8 @@ def dense(hidden, head, observed, labels, latent, correction, states):
 
 @pytest.mark.parametrize("reduced", [True, False])
 @pytest.mark.parametrize("chunk", [4, 512])
-def test_both_terms_and_all_gradients_equal_the_dense_ones(reduced, chunk, monkeypatch):
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_both_terms_and_all_gradients_equal_the_dense_ones(cap, reduced, chunk, monkeypatch):
     monkeypatch.setattr(losses, "CHUNK", chunk)
     torch.manual_seed(0)
     head = torch.randn(40, 8)
@@ -64,14 +71,14 @@ def test_both_terms_and_all_gradients_equal_the_dense_ones(reduced, chunk, monke
     labels = torch.randint(0, len(observed), (14,))
     weights, target_weights = torch.rand(14), torch.rand(14) * (torch.rand(14) < 0.7)
     positions, rows = torch.randn(5, 8), torch.randint(0, 5, (14,))
-    target = TargetStates(positions, rows, log_totals(positions, head) if reduced else None)
+    target = TargetStates(positions, rows, log_totals(positions, head, cap) if reduced else None)
     result = frozen_head_loss(
         hidden, head[observed], labels, weights, Correction(latent, correction), target,
-        target_weights,
+        target_weights, cap,
     )  # fmt: skip
     (result.total * 1.5).backward()
     cross_entropy, distance, acceptance = dense(
-        twins[0], head, observed, labels, twins[1], twins[2], positions[rows]
+        twins[0], head, observed, labels, twins[1], twins[2], positions[rows], cap
     )
     want = (cross_entropy * weights + distance * target_weights).sum()
     (want * 1.5).backward()
@@ -81,6 +88,31 @@ def test_both_terms_and_all_gradients_equal_the_dense_ones(reduced, chunk, monke
     torch.testing.assert_close(2 * (1 - result.acceptance), distance)
     for got, twin in zip(leaves, twins, strict=True):
         torch.testing.assert_close(got.grad, twin.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_capped_cross_entropy_alone_equals_torchs(monkeypatch):
+    """Without a Markov head and without a target: a capped target's DFlash drafter."""
+    torch.manual_seed(0)
+    hidden = torch.randn(30, 16, requires_grad=True)
+    twin = hidden.detach().clone().requires_grad_(True)
+    head, labels, weights = torch.randn(50, 16), torch.randint(0, 50, (30,)), torch.rand(30)
+    totals = []
+    for chunk in (7, 512):
+        monkeypatch.setattr(losses, "CHUNK", chunk)
+        totals.append(frozen_head_loss(hidden, head, labels, weights, cap=2.0).total)
+    torch.testing.assert_close(totals[0], totals[1])
+    totals[0].backward()
+    logits = 2.0 * torch.tanh(twin @ head.t() / 2.0)
+    want = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
+    want.backward()
+    torch.testing.assert_close(totals[0], want)
+    torch.testing.assert_close(hidden.grad, twin.grad)
+
+
+def test_a_cap_by_hand():
+    capped = soft_cap(torch.tensor([0.0, 30.0, -30.0, 1e4]), 30.0)
+    torch.testing.assert_close(capped, torch.tensor([0.0, 22.8478248, -22.8478248, 30.0]))
+    assert soft_cap(torch.tensor([50.0]), None).item() == 50.0
 
 
 def test_mass_outside_the_draft_vocabulary_is_distance_and_never_accepted():

@@ -12,6 +12,7 @@ from carryover.drafter.checkpoint import load_into, load_tensors, observed_ids, 
 from carryover.drafter.initialize import initialize_random
 from carryover.drafter.model import Drafter
 from carryover.errors import CarryoverError
+from carryover.target.load import logit_cap
 from carryover.training import losses, vocabulary
 from carryover.training.batch import Batch
 from carryover.training.dvd import Blocks, draft_and_verify
@@ -37,6 +38,15 @@ def markov_drafter(layout="fill_in", observed=None, carry=True) -> Drafter:
 
 def head_of(target) -> torch.Tensor:
     return target.get_output_embeddings().weight.detach()
+
+
+def capped(x: torch.Tensor, target) -> torch.Tensor:
+    cap = getattr(target.config, "final_logit_softcapping", None)
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def words_of(target, observed) -> Vocabulary:
+    return Vocabulary(head_of(target), observed, logit_cap(target.config))
 
 
 def features_of(target, ids) -> torch.Tensor:
@@ -82,7 +92,8 @@ def dense_loss(target, drafter, batch, blocks, observed, factors) -> torch.Tenso
                 w = 2.718281828459045 ** (-(k - 1) / GAMMA)
                 h, latent = hidden[r, n, k - 1], weights["markov_head.markov_w1.weight"]
                 latent = latent[ids[a + k - 1]]  # the anchor's where k is 1
-                z = head_of(target)[known] @ h + weights["markov_head.markov_w2.weight"] @ latent
+                z = capped(head_of(target)[known] @ h, target)
+                z = z + capped(weights["markov_head.markov_w2.weight"] @ latent, target)
                 q = torch.zeros(VOCABULARY).index_put((torch.tensor(known),), z.softmax(-1))
                 p = p_all[a + k - 1]
                 row = torch.cat((h, latent))
@@ -105,14 +116,16 @@ def dense_loss(target, drafter, batch, blocks, observed, factors) -> torch.Tenso
 @pytest.mark.parametrize("layout", ["fill_in", "anchor_first"])
 @pytest.mark.parametrize("observed", [OBSERVED, None], ids=["reduced", "full"])
 @pytest.mark.parametrize("chunk", [512, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma4"])
 def test_loss_and_the_gradient_of_every_parameter_equal_the_dense_ones(
-    layout, observed, chunk, monkeypatch
+    family, layout, observed, chunk, monkeypatch
 ):
+    """The Gemma target caps its logits, in transformers' own code."""
     monkeypatch.setattr(losses, "CHUNK", chunk)
     monkeypatch.setattr(vocabulary, "CHUNK", chunk)
-    target, drafter = tiny_target(), markov_drafter(layout, observed)
+    target, drafter = tiny_target(family), markov_drafter(layout, observed)
     batch = recorded(target)
-    words = Vocabulary(head_of(target), observed)
+    words = words_of(target, observed)
     verifier = Verifier(target, list(LAYERS))
     reading = verifier.read(batch.token_ids)
     blocks = draft_and_verify(drafter, words, verifier, batch, reading)
@@ -198,10 +211,11 @@ def test_the_recorded_text_is_read_once_and_as_the_target_reads_it():
 @pytest.mark.parametrize("layout", ["fill_in", "anchor_first"])
 @pytest.mark.parametrize("observed", [OBSERVED, None], ids=["reduced", "full"])
 @pytest.mark.parametrize("chunk", [512, 3])
-def test_greedy_drafting_equals_a_loop_over_anchors(layout, observed, chunk, monkeypatch):
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_greedy_drafting_equals_a_loop_over_anchors(cap, layout, observed, chunk, monkeypatch):
     monkeypatch.setattr(vocabulary, "CHUNK", chunk)
     drafter = markov_drafter(layout, observed)
-    words = Vocabulary(drafter.head, observed)
+    words = Vocabulary(drafter.head, observed, cap)
     known = torch.arange(VOCABULARY) if observed is None else observed
     torch.manual_seed(1)
     anchors = torch.randint(1, 9, (2, 5))
@@ -216,8 +230,10 @@ def test_greedy_drafting_equals_a_loop_over_anchors(layout, observed, chunk, mon
             for n in range(5):
                 previous, drafted = int(tokens[r, n]), []
                 for k in range(drafter.config.proposals):
-                    logits = drafter.head[known] @ hidden[r, n, k] + w2 @ w1[previous]
-                    previous = int(known[logits.argmax()])
+                    parts = [drafter.head[known] @ hidden[r, n, k], w2 @ w1[previous]]
+                    if cap is not None:
+                        parts = [cap * torch.tanh(part / cap) for part in parts]
+                    previous = int(known[sum(parts).argmax()])
                     drafted.append(previous)
                 assert got[r, n].tolist() == drafted
         assert not torch.equal(got, words.propose(hidden, tokens))
@@ -270,6 +286,15 @@ def test_round_trip_is_bit_exact(tmp_path: Path, carry, observed, layout) -> Non
         ),
         (
             {"markov_rank": 4, "slot_layout": "anchor_first", "qk_norm": False},
+            ["Qwen3CarryoverDSparkModel", "K3DSparkModel"],
+        ),
+        # Capped logits: their sum with a Markov head's is another in vLLM's own Qwen3 class.
+        (
+            {"final_logit_softcapping": 30.0},
+            ["DFlashCarryoverDraftModel", "DFlashDraftModel"],
+        ),
+        (
+            {"markov_rank": 4, "slot_layout": "anchor_first", "final_logit_softcapping": 30.0},
             ["Qwen3CarryoverDSparkModel", "K3DSparkModel"],
         ),
     ],

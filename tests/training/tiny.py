@@ -2,7 +2,14 @@
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from carryover.drafter.config import DrafterConfig
 from carryover.drafter.model import Drafter
@@ -17,6 +24,7 @@ CARRIES = [
     ("target_tokens", "none"),
     ("target_top5", "none"),
 ]
+CAP = 3.0  # of the Gemma target's logits; most of them are larger without it
 LAYERS = (0, 1)  # not the last block: transformers reports its output after the final norm
 
 
@@ -29,6 +37,13 @@ def tiny_target(family: str = "llama", seed: int = 0):
     )  # fmt: skip
     if family == "llama":
         model = LlamaForCausalLM(LlamaConfig(**shape))
+    elif family == "gemma4":
+        config = Gemma4TextConfig(
+            **shape, layer_types=["full_attention"] * 3, global_head_dim=16,
+            num_global_key_value_heads=2, attention_k_eq_v=True, hidden_size_per_layer_input=0,
+            final_logit_softcapping=CAP,
+        )  # fmt: skip
+        model = Gemma4ForCausalLM(config)
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**shape))
     with torch.no_grad():

@@ -21,7 +21,8 @@ class DrafterConfig:
     hidden states are concatenated. `draft_vocab_size` is None where the drafter predicts over
     the target's whole vocabulary with the target's head. `markov_rank` is the rank of the
     first-order correction head, 0 for a plain DFlash drafter; `confidence` adds the confidence
-    head, which reads the Markov head's embedding and so needs a rank.
+    head, which reads the Markov head's embedding and so needs a rank. `final_logit_softcapping` is
+    the target's: the drafter's logits are capped as the target's own are.
     """
 
     hidden_size: int
@@ -47,6 +48,7 @@ class DrafterConfig:
     carry_distinction: str = "embedding"
     markov_rank: int = 0
     confidence: bool = False
+    final_logit_softcapping: float | None = None
 
     @property
     def feature_size(self) -> int:
@@ -56,10 +58,12 @@ class DrafterConfig:
     @property
     def architectures(self) -> list[str]:
         """vLLM takes the first that it knows. Its own class may stand in only where it would serve
-        the drafter rightly: it knows neither carry nor a lack of q/k norms, and its DFlash has no
-        Markov head."""
+        the drafter rightly: it knows neither carry nor a lack of q/k norms, its DFlash has no
+        Markov head, and its Qwen3DSparkModel caps no logits (the best token is the same all the
+        same, but for a Markov head)."""
         plain = self.qk_norm and not self.carry
         if self.slot_layout == "anchor_first":
+            plain = plain and not (self.markov_rank and self.final_logit_softcapping)
             # vLLM 0.32 turns a DSpark drafter without one of its own names into DeepSeek-V4's.
             return [PLUGIN_DSPARK, STOCK_DSPARK if plain else OTHER_DSPARK]
         plain = plain and not self.markov_rank
@@ -97,8 +101,9 @@ class DrafterConfig:
             }
         if own["slot_layout"] == "anchor_first":
             dspark |= {"target_layer_ids": layer_ids, "mask_token_id": mask}
-        if fields["draft_vocab_size"] is None:
-            del fields["draft_vocab_size"]
+        for absent in ("draft_vocab_size", "final_logit_softcapping"):
+            if fields[absent] is None:
+                del fields[absent]
         return {
             "architectures": self.architectures,
             "model_type": "qwen3",
@@ -154,6 +159,7 @@ class DrafterConfig:
                 carry_distinction=own["distinction"],
                 markov_rank=data.get("markov_rank", 0),
                 confidence=data.get("enable_confidence_head", False),
+                final_logit_softcapping=data.get("final_logit_softcapping"),
             )
         except KeyError as error:
             raise CarryoverError(

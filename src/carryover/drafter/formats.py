@@ -317,6 +317,9 @@ def _transformer(fields: _Fields) -> dict[str, Any]:
         value = fields.maybe(key, int)
         if value is not None:
             read[ours] = value
+    cap = fields.maybe("final_logit_softcapping", (int, float))
+    if cap is not None:
+        read["final_logit_softcapping"] = float(cap)
     fields.drop(*_METADATA)
     return read
 

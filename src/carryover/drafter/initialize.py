@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from carryover.drafter.config import DrafterConfig
 from carryover.drafter.model import Drafter
 from carryover.errors import CarryoverError
-from carryover.target.load import decoder_of
+from carryover.target.load import decoder_of, logit_cap
 
 
 def new_config(
@@ -52,6 +52,7 @@ def new_config(
         draft_vocab_size=draft_vocab_size,
         markov_rank=markov_rank,
         confidence=confidence,
+        final_logit_softcapping=logit_cap(text),
     )
 
 

@@ -27,6 +27,7 @@ from carryover.drafter.model import Drafter
 from carryover.errors import CarryoverError
 from carryover.identity import source_content
 from carryover.paths import Paths
+from carryover.target.load import logit_cap
 from carryover.target.source import find_source
 
 _FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", formats.MASK_EMBEDDING_FILE)
@@ -87,6 +88,7 @@ def check(found: Released, config: Config, target: str, drafter: str) -> Drafter
     fields = {
         "target_hidden_size": found.fields["hidden_size"],
         "target_blocks": text.num_hidden_layers,
+        "final_logit_softcapping": logit_cap(text),
         **found.fields,
     }
     for field, value in (
@@ -94,6 +96,7 @@ def check(found: Released, config: Config, target: str, drafter: str) -> Drafter
         ("target_hidden_size", text.hidden_size),
         ("vocab_size", text.vocab_size),
         ("target_blocks", text.num_hidden_layers),
+        ("final_logit_softcapping", logit_cap(text)),
     ):
         if fields[field] != value:
             raise CarryoverError(

@@ -93,6 +93,8 @@ class CarryoverDFlashForCausalLM(DSparkInterface, DFlashQwen3ForCausalLM):
         corrections.correct_sampling_parameters()
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.settings = settings
+        # Of the scores and of the Markov head's part, each by itself: as vLLM's Gemma4DSparkModel.
+        self.logits_processor.soft_cap = getattr(self.config, "final_logit_softcapping", None)
         self.carry_shift: torch.Tensor | None = None
 
     def load_weights(  # type: ignore[override]  # None, as the method of the same name above it

@@ -31,6 +31,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
+def logit_cap(config: Any) -> float | None:
+    """The cap on a model's logits, cap tanh(logits / cap); None where they have none."""
+    return getattr(config.get_text_config(), "final_logit_softcapping", None)
+
+
 def decoder_of(model: PreTrainedModel) -> Any:
     """Return the text decoder below the LM head: it takes token ids and owns `.layers`.
 

@@ -85,13 +85,6 @@ class Trainer:
         self.factors = [losses.get(term, 0.0) for term in TERMS]
         # The recorded features do not hold the last block's output, from which p follows.
         self.compares = any(self.factors[1:])
-        text = model.config.get_text_config()
-        if self.compares and getattr(text, "final_logit_softcapping", None):
-            raise CarryoverError(
-                f"target {target} caps its logits, which the distribution and confidence terms of "
-                "training.losses do not do",
-                "Set both to 0 for its drafters, or take a target without final_logit_softcapping.",
-            )
         self.drafter, self.vocabulary = self._build(model, target, drafter)
         self.proposals = self.drafter.config.proposals
         self.verifier = None
@@ -143,7 +136,7 @@ class Trainer:
             if self.carries and self.config.carry.embedding_init == "normal":
                 noise = generator(self.config.seed, "carry_embedding")
                 torch.nn.init.normal_(module.carry_embedding, std=0.02, generator=noise)
-        vocabulary = Vocabulary(head, observed)
+        vocabulary = Vocabulary(head, observed, drafter_config.final_logit_softcapping)
         module.share(embedding)
         module.kernel = self.settings.attention
         return module, vocabulary

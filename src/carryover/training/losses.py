@@ -10,6 +10,9 @@ Per position, with the drafter's distribution q and the target's p (DeepSpec,
 
 A reduced draft vocabulary has q = 0 outside of it. p keeps its own normalisation there: the mass
 that it has outside can never be accepted, so it counts as distance and not as acceptance.
+
+Where the target caps its logits, p and q are of capped ones, `soft_cap`. The drafter's head and the
+Markov head are capped each by itself, before they are added, as vLLM serves them.
 """
 
 from dataclasses import dataclass
@@ -30,6 +33,19 @@ def position_weights(valid: Tensor, gamma: float) -> Tensor:
     """
     k = torch.arange(valid.shape[-1], device=valid.device, dtype=torch.float32)
     return torch.exp(-k / gamma) * valid
+
+
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """cap tanh(logits / cap), in place; the logits themselves where there is no cap.
+
+    Source: `final_logit_softcapping` of transformers' Gemma models, `LogitsProcessor` of vLLM.
+    """
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _slope_of_cap(capped: Tensor, cap: float | None) -> Tensor | None:
+    """d capped / d logits = 1 - (capped / cap)^2."""
+    return None if cap is None else 1 - (capped / cap).square_()
 
 
 @dataclass
@@ -71,6 +87,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         label_weights: Tensor,
         target: TargetStates | None,
         target_weights: Tensor | None,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
         acceptance = torch.zeros_like(losses)
@@ -84,15 +101,19 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 gradients[2] = torch.zeros_like(correction, dtype=torch.float32)
         for start in range(0, len(hidden), CHUNK):
             part = slice(start, start + CHUNK)
-            logits = (hidden[part] @ head.t()).float()
+            logits = soft_cap((hidden[part] @ head.t()).float(), cap)
+            bend = _slope_of_cap(logits, cap)
             if latent is not None and correction is not None:
-                logits += latent[part] @ correction.t()
+                bias = soft_cap((latent[part] @ correction.t()).float(), cap)
+                bias_bend = _slope_of_cap(bias, cap)
+                logits += bias
+                del bias
             predicted[part] = logits.argmax(-1)
             log_total = logits.logsumexp(-1, keepdim=True)
             index = labels[part, None]
             losses[part] = (log_total - logits.gather(-1, index)).squeeze(-1)
             q = logits.sub_(log_total).exp_()
-            p = None if target is None else _target_probabilities(target, part, head)
+            p = None if target is None else _target_probabilities(target, part, head, cap)
             if p is not None:
                 acceptance[part] = torch.minimum(p, q).sum(-1)
             if gradients[0] is None:
@@ -106,11 +127,13 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 sign -= (sign * q).sum(-1, keepdim=True)
                 slope = sign.mul_(-target_weights[part, None]).add_(weight).mul_(q)
             slope.scatter_add_(-1, index, -weight)
-            slope = slope.to(head.dtype)
-            gradients[0][part] = slope @ head
             if latent is not None and correction is not None:
-                gradients[1][part] = slope @ correction
-                gradients[2] += slope.t() @ latent[part]
+                bias_slope = slope if bias_bend is None else bias_bend.mul_(slope)
+                bias_slope = bias_slope.to(head.dtype)
+                gradients[1][part] = bias_slope @ correction
+                gradients[2] += bias_slope.t() @ latent[part]
+            slope = slope if bend is None else slope.mul_(bend)
+            gradients[0][part] = slope.to(head.dtype) @ head
         if correction is not None and gradients[2] is not None:
             gradients[2] = gradients[2].to(correction.dtype)
         ctx.save_for_backward(*gradients)
@@ -123,13 +146,15 @@ class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [g if g is None else g * grads[0].to(g.dtype) for g in ctx.saved_tensors]
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
-def _target_probabilities(target: TargetStates, part: slice, head: Tensor) -> Tensor:
+def _target_probabilities(
+    target: TargetStates, part: slice, head: Tensor, cap: float | None
+) -> Tensor:
     """p of the labels `part`, [m, V] float32: normalised over the whole vocabulary."""
     rows = target.rows[part]
-    logits = (target.hidden[rows] @ head.t()).float()
+    logits = soft_cap((target.hidden[rows] @ head.t()).float(), cap)
     if target.log_total is None:
         return logits.softmax(-1)
     return logits.sub_(target.log_total[rows, None]).exp_()
@@ -154,28 +179,32 @@ def frozen_head_loss(
     correction: Correction | None = None,
     target: TargetStates | None = None,
     target_weights: Tensor | None = None,
+    cap: float | None = None,
 ) -> HeadLoss:
     """Weighted sum of cross-entropies, and of L1 distances where a target is given.
 
     hidden: [M, H]; head: [V, H]; labels: [M] int64; label_weights (of the cross-entropy) and
     target_weights (of the L1 distance): [M] float32; target: its rows [M]. A row of weight 0 costs
-    work but counts nothing, its label need only be a valid index. The gradient reaches `hidden`
-    and the correction.
+    work but counts nothing, its label need only be a valid index. cap: of `soft_cap`. The gradient
+    reaches `hidden` and the correction.
     """
     latent, weight = (None, None) if correction is None else (correction.latent, correction.weight)
     return HeadLoss(
         *_FrozenHeadLoss.apply(
-            hidden, latent, weight, head, labels, label_weights, target, target_weights
+            hidden, latent, weight, head, labels, label_weights, target, target_weights, cap
         )
     )
 
 
 def predict(hidden: Tensor, head: Tensor) -> Tensor:
-    """Greedy head indices: hidden [M, H], head [V, H] -> [M] int64, logits kept in chunks."""
+    """Greedy head indices: hidden [M, H], head [V, H] -> [M] int64, logits kept in chunks.
+
+    A cap keeps the order, so it is left out.
+    """
     return torch.cat([(part @ head.t()).argmax(-1) for part in hidden.split(CHUNK)])
 
 
-def log_totals(hidden: Tensor, head: Tensor) -> Tensor:
+def log_totals(hidden: Tensor, head: Tensor, cap: float | None = None) -> Tensor:
     """Log of the summed exponentials of the logits: hidden [M, H], head [V, H] -> [M] float32."""
-    parts = [(part @ head.t()).float().logsumexp(-1) for part in hidden.split(CHUNK)]
-    return torch.cat(parts)
+    parts = (soft_cap((part @ head.t()).float(), cap) for part in hidden.split(CHUNK))
+    return torch.cat([logits.logsumexp(-1) for logits in parts])

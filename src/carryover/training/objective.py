@@ -162,6 +162,7 @@ def draft_loss(
         correction,
         target,
         target_weights * scales[1],
+        vocabulary.cap,
     )
     loss, zero = scored.total, torch.zeros_like(scored.total)
     distance, confidence = zero, zero

@@ -18,8 +18,8 @@ from carryover.drafter.attention import Kernel, Visible, block_attention
 from carryover.drafter.layout import proposal_positions
 from carryover.errors import CarryoverError
 from carryover.target.hidden import captured, fuse_norms
-from carryover.target.load import decoder_of
-from carryover.training.losses import CHUNK, predict
+from carryover.target.load import decoder_of, logit_cap
+from carryover.training.losses import CHUNK, predict, soft_cap
 
 ATTENTION = "carryover_branches"
 # Branch tokens a forward pass holds; bounds memory without changing results.
@@ -143,14 +143,17 @@ class Verified:
     next: NextTokens | None = None
 
 
-def _most_probable(hidden: Tensor, head: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def _most_probable(
+    hidden: Tensor, head: Tensor, count: int, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`predict` [M], and the `count` most probable head indices with weights, both [M, count]."""
     parts = []
     for part in hidden.split(CHUNK):
         logits = part @ head.t()
         top = logits.topk(count, -1)
         # A softmax over these alone: the rest of the vocabulary cancels.
-        parts.append((logits.argmax(-1), top.indices, top.values.float().softmax(-1)))
+        weights = soft_cap(top.values.float(), cap).softmax(-1)
+        parts.append((logits.argmax(-1), top.indices, weights))
     greedy, ids, weights = (torch.cat(column) for column in zip(*parts, strict=True))
     return greedy, ids, weights
 
@@ -162,6 +165,7 @@ class Verifier:
         self.kernel = kernel
         self.stack = fuse_norms(decoder_of(target))
         self.head: Tensor = target.get_output_embeddings().weight
+        self.cap = logit_cap(target.config)
         self.feature_layers = feature_layers
         target.set_attn_implementation(ATTENTION)
 
@@ -197,7 +201,7 @@ class Verifier:
         if next_tokens == 0:
             rows = rows[:, :, :-1]  # the last one predicts past the proposals
             return Verified(features, self._accepted(rows, proposals))
-        flat = _most_probable(rows.flatten(0, 2), self.head, next_tokens)
+        flat = _most_probable(rows.flatten(0, 2), self.head, next_tokens, self.cap)
         greedy, ids, weights = (x.unflatten(0, rows.shape[:3]) for x in flat)
         accepted = (greedy[:, :, :-1] == proposals).cumprod(-1).sum(-1)
         return Verified(features, accepted, NextTokens(ids[:, :, 1:], weights[:, :, 1:]))

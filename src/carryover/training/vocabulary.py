@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 
 from carryover.drafter.markov import MarkovHead
-from carryover.training.losses import CHUNK, TargetStates, log_totals, predict
+from carryover.training.losses import CHUNK, TargetStates, log_totals, predict, soft_cap
 
 
 class Vocabulary:
     """Head rows [V or V_d, H] and the two-way map between target ids and draft ids."""
 
-    def __init__(self, target_head: Tensor, observed: Tensor | None) -> None:
-        """target_head: [V, H]; observed: [V_d] ascending target ids, None for all of them."""
+    def __init__(
+        self, target_head: Tensor, observed: Tensor | None, cap: float | None = None
+    ) -> None:
+        """target_head: [V, H]; observed: [V_d] ascending target ids, None for all of them; cap: the
+        target's on its logits (`losses.soft_cap`), which holds for the drafter's too."""
         device = target_head.device
+        self.cap = cap
         self.observed = None if observed is None else observed.to(device)
         self._target_head = target_head
         self.head = target_head if observed is None else target_head[self.observed].contiguous()
@@ -48,7 +52,8 @@ class Vocabulary:
         for block, previous in zip(blocks, anchors, strict=True):
             drafted = []
             for slot in block.unbind(1):
-                logits = (slot @ self.head.t()).float() + markov(previous)
+                logits = soft_cap((slot @ self.head.t()).float(), self.cap)
+                logits += soft_cap(markov(previous).float(), self.cap)
                 previous = self.target_ids(logits.argmax(-1))
                 drafted.append(previous)
             proposals.append(torch.stack(drafted, 1))
@@ -67,7 +72,7 @@ class Vocabulary:
         used, rows = (positions + first).unique(return_inverse=True)
         hidden = recorded.flatten(0, 1)[used]
         reduced = self.observed is not None
-        totals = log_totals(hidden, self._target_head) if reduced else None
+        totals = log_totals(hidden, self._target_head, self.cap) if reduced else None
         return TargetStates(hidden, rows, totals)
 
 
