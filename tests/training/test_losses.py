@@ -1,8 +1,12 @@
 """The fused losses against dense ones, their weights by hand, and the draft vocabulary."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from carryover.training import losses
 from carryover.training.losses import (
@@ -126,6 +130,48 @@ def test_mass_outside_the_draft_vocabulary_is_distance_and_never_accepted():
     )  # fmt: skip
     assert result.acceptance.item() == pytest.approx(1 / 2 + 1 / 4)
     assert result.total.item() == pytest.approx(1 / 4 + 0 + 1 / 4)
+
+
+class LivingBytes(TorchDispatchMode):
+    """The most bytes that the tensors made under it took at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.peak = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self.made = [made for made in self.made if made() is not None]
+        storages = [made().untyped_storage() for made in self.made]
+        living = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        self.peak = max(self.peak, sum(living.values()))
+        return result
+
+
+@pytest.mark.parametrize("markov", [False, True])
+def test_memory_is_that_of_one_chunk_of_logits_however_many_there_are(markov, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK", 16)
+    vocabulary, width = 3000, 4
+    head = torch.randn(vocabulary, width)
+
+    def peak(rows):
+        hidden = torch.randn(rows, width, requires_grad=True)
+        labels, weights = torch.randint(0, vocabulary, (rows,)), torch.rand(rows)
+        more = {}
+        if markov:
+            latent = torch.randn(rows, 2, requires_grad=True)
+            weight = torch.randn(vocabulary, 2, requires_grad=True)
+            states = TargetStates(torch.randn(rows, width), torch.arange(rows), None)
+            more = {"correction": Correction(latent, weight), "target": states}
+            more |= {"target_weights": weights}
+        with LivingBytes() as living:
+            frozen_head_loss(hidden, head, labels, weights, **more).total.backward()
+        return living.peak
+
+    one, many = peak(16), peak(160)
+    assert one > 16 * vocabulary * 4
+    assert many < one + 160 * 100  # what is kept of a row is not of the vocabulary's size
 
 
 def test_position_weights_by_hand():

@@ -99,8 +99,9 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 gradients[1] = torch.empty_like(latent)
                 # Summed over the chunks: in fp32, as one matrix product would.
                 gradients[2] = torch.zeros_like(correction, dtype=torch.float32)
-        for start in range(0, len(hidden), CHUNK):
-            part = slice(start, start + CHUNK)
+
+        def add(part: slice) -> None:
+            # A function, so that a chunk's logits are gone before those of the next are made.
             logits = soft_cap((hidden[part] @ head.t()).float(), cap)
             bend = _slope_of_cap(logits, cap)
             if latent is not None and correction is not None:
@@ -117,7 +118,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
             if p is not None:
                 acceptance[part] = torch.minimum(p, q).sum(-1)
             if gradients[0] is None:
-                continue
+                return
             weight = label_weights[part, None]
             if p is None or target_weights is None:
                 slope = q.mul_(weight)
@@ -134,6 +135,9 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 gradients[2] += bias_slope.t() @ latent[part]
             slope = slope if bend is None else slope.mul_(bend)
             gradients[0][part] = slope.to(head.dtype) @ head
+
+        for start in range(0, len(hidden), CHUNK):
+            add(slice(start, start + CHUNK))
         if correction is not None and gradients[2] is not None:
             gradients[2] = gradients[2].to(correction.dtype)
         ctx.save_for_backward(*gradients)
