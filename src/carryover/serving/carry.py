@@ -12,10 +12,11 @@ import torch
 
 def carried_counts(
     num_rejected: torch.Tensor,
-    num_drafts: torch.Tensor,
+    draft_ends: torch.Tensor,
     draft_token_ids: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
+    proposals: int,
     block_size: int,
     max_model_len: int,
 ) -> torch.Tensor:
@@ -26,38 +27,44 @@ def carried_counts(
     only zeros (the drafter was skipped in the step before).
 
     Args:
-        num_rejected: [requests] int, proposals rejected in this step.
-        num_drafts: [requests] int, proposals verified in this step (0 for prefill).
-        draft_token_ids: [sum of num_drafts] int, the proposals, request after request.
+        num_rejected: [requests] int, proposals rejected in this step; more than were verified for
+            a request whose step is discarded.
+        draft_ends: [requests] int, proposals verified in this step up to and with each request
+            (0 for prefill).
+        draft_token_ids: [draft_ends[-1]] int, the proposals, request after request.
         seq_lens: [requests] int, length of each request with all its proposals.
+        proposals: the most that a request has.
         block_size: rows of a block, the anchor included.
         max_model_len: positions that a request may use.
 
     Returns:
         [requests], dtype of `num_rejected`.
     """
-    requests = num_rejected.shape[0]
-    owner = torch.repeat_interleave(
-        torch.arange(requests, device=num_drafts.device),
-        num_drafts.long(),
-        output_size=draft_token_ids.shape[0],
-    )
-    ids = draft_token_ids.long()
-    lowest = torch.zeros(requests, dtype=torch.long, device=ids.device)
-    highest = lowest.clone()
-    lowest.scatter_reduce_(0, owner, ids, "amin")
-    highest.scatter_reduce_(0, owner, ids, "amax")
+    requests, total = num_rejected.shape[0], draft_token_ids.shape[0]
+    verified: int | torch.Tensor
+    if total == requests * proposals:
+        # All have the same number, as between prefills: a few operations less, which on CPU are
+        # most of what carrying costs.
+        verified = proposals
+        lowest, highest = draft_token_ids.view(requests, proposals).aminmax(dim=1)
+    else:
+        verified = torch.diff(draft_ends, prepend=draft_ends.new_zeros(1))
+        owner = owners(draft_ends, total)
+        lowest = draft_token_ids.new_zeros(requests)
+        highest = lowest.clone()
+        lowest.scatter_reduce_(0, owner, draft_token_ids, "amin")
+        highest.scatter_reduce_(0, owner, draft_token_ids, "amax")
     carries = (
         (lowest >= 0)
         & (highest > 0)
-        & (num_rejected <= num_drafts)
-        & (seq_lens + block_size <= max_model_len)
+        & (num_rejected <= verified)
+        & (seq_lens <= max_model_len - block_size)
     )
-    return torch.where(carries, num_rejected, torch.zeros_like(num_rejected))
+    return num_rejected * carries
 
 
 def carried_rows(
-    query_start_loc: torch.Tensor, carried: torch.Tensor, num_rows: int
+    query_start_loc: torch.Tensor, carried: torch.Tensor, num_rows: int, longest: int
 ) -> torch.Tensor:
     """Mask of the rows to carry: the last `carried[i]` rows of request i.
 
@@ -65,11 +72,23 @@ def carried_rows(
         query_start_loc: [requests + 1] int, first row of each request, then the number of rows.
         carried: [requests] int.
         num_rows: rows of the step.
+        longest: rows of the request that has most.
 
     Returns:
         [num_rows] bool.
     """
-    rows = torch.arange(num_rows, device=query_start_loc.device)
-    ends = query_start_loc[1:].long()
-    owner = torch.searchsorted(ends, rows, right=True).clamp_(max=carried.shape[0] - 1)
-    return rows >= (ends - carried.long())[owner]
+    requests = carried.shape[0]
+    if num_rows == requests * longest:
+        rows = torch.arange(longest, device=carried.device)
+        return (rows >= (longest - carried).unsqueeze(1)).flatten()
+    rows = torch.arange(num_rows, device=carried.device)
+    ends = query_start_loc[1:]
+    # Rows after the last request's, where vLLM has padded them, count as its.
+    owner = owners(ends, num_rows).clamp_(max=requests - 1)
+    return rows >= (ends - carried)[owner]
+
+
+def owners(ends: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The request of each row [num_rows] int64, from where each request's rows end [requests]."""
+    rows = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
+    return torch.searchsorted(ends, rows, right=True)

@@ -45,12 +45,12 @@ class CarryoverProposer(DFlashProposer):
         )
         if self.model.carry_shift is None:
             return metadata, sample, rejected
-        cumulative = spec_decode_metadata.cu_num_draft_tokens
         self._carried = carried_counts(
             rejected,
-            torch.diff(cumulative, prepend=cumulative.new_zeros(1)),
+            spec_decode_metadata.cu_num_draft_tokens,
             spec_decode_metadata.draft_token_ids,
             metadata.seq_lens,
+            proposals=self.num_speculative_tokens,
             block_size=1 + self.num_speculative_tokens,
             max_model_len=self.max_model_len,
         )
@@ -75,7 +75,8 @@ class CarryoverProposer(DFlashProposer):
         if num_rejected_tokens_gpu is not None and carried is not None:
             # A carried row counts as not rejected: it gets a slot and the block comes after it.
             num_rejected_tokens_gpu = num_rejected_tokens_gpu - carried
-            mask = carried_rows(cad.query_start_loc, carried, target_hidden_states.shape[0])
+            rows = target_hidden_states.shape[0]
+            mask = carried_rows(cad.query_start_loc, carried, rows, cad.max_query_len)
             shift: Any = self.model.carry_shift
             target_hidden_states = target_hidden_states + mask.unsqueeze(1) * shift
         num_tokens, sample, metadata = super().set_inputs_first_pass(

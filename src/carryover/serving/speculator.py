@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
-from carryover.serving.carry import carried_counts, carried_rows
+from carryover.serving.carry import carried_counts, carried_rows, owners
 from carryover.serving.drafter_config import DrafterSettings
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as int64
@@ -109,20 +109,20 @@ class CarryoverDFlashSpeculator(DFlashSpeculator):
         requests, proposals = batch.num_reqs, batch.num_draft_tokens
         device = num_rejected.device
         # A request's rows with logits are its last committed token and then its proposals.
-        num_drafts = torch.diff(batch.cu_num_logits[: requests + 1]) - 1
-        owner = torch.repeat_interleave(
-            torch.arange(requests, device=device), num_drafts.long(), output_size=proposals
-        )
-        rows = batch.logits_indices[torch.arange(proposals, device=device) + owner + 1]
+        committed = torch.arange(1, requests + 1, device=device)
+        draft_ends = batch.cu_num_logits[1 : requests + 1] - committed
+        before = owners(draft_ends, proposals) + 1
+        rows = batch.logits_indices[torch.arange(proposals, device=device) + before]
         if batch.has_prefill:
             # Proposals in a step that starts inside the prefill are vLLM's padding.
             prefilling = async_tensor_h2d(batch.is_prefilling_np, device, torch.bool)
             num_rejected = num_rejected.masked_fill(prefilling, 0)
         return carried_counts(
             num_rejected,
-            num_drafts,
+            draft_ends,
             batch.input_ids[rows],
             batch.seq_lens[:requests],
+            proposals=self.num_speculative_steps,
             block_size=self.num_query_per_req,
             max_model_len=self.max_model_len,
         )
@@ -138,7 +138,8 @@ class CarryoverDFlashSpeculator(DFlashSpeculator):
         if self._carried is None:
             return
         starts = input_batch.query_start_loc[: input_batch.num_reqs + 1]
-        mask = carried_rows(starts, self._carried, input_batch.num_tokens)
+        longest = int(input_batch.num_scheduled_tokens.max())
+        mask = carried_rows(starts, self._carried, input_batch.num_tokens, longest)
         shift: Any = self.model.carry_shift
         self.hidden_states[: input_batch.num_tokens] += mask.unsqueeze(1) * shift
 
