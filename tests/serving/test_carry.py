@@ -8,21 +8,13 @@ import torch
 from carryover.serving.carry import carried_counts, carried_rows
 
 
-def counts(
-    rejected: list[int],
-    drafts: list[list[int]],
-    lengths: list[int] | None = None,
-    max_model_len: int = 1000,
-) -> list[int]:
-    """carried_counts for blocks of 1 + 4 rows."""
+def counts(rejected: list[int], drafts: list[list[int]]) -> list[int]:
+    """carried_counts for at most 4 proposals."""
     return carried_counts(
         torch.tensor(rejected, dtype=torch.int32),
         torch.tensor([len(ids) for ids in drafts]).cumsum(0).int(),
         torch.tensor([token for ids in drafts for token in ids], dtype=torch.int32),
-        torch.tensor(lengths or [50] * len(rejected), dtype=torch.int32),
-        proposals=4,
-        block_size=5,
-        max_model_len=max_model_len,
+        4,
     ).tolist()
 
 
@@ -42,32 +34,21 @@ def test_more_rejected_than_proposed_means_a_discarded_request() -> None:
     assert counts([5], [[5, 6, 7, 8]]) == [0]
 
 
-def test_the_shifted_block_must_fit() -> None:
-    drafts = [[5, 6, 7, 8]] * 3
-    assert counts([2, 2, 2], drafts, lengths=[94, 95, 96], max_model_len=100) == [2, 2, 0]
-
-
 CASES = {
-    "rejected": (3, [5, 6, 7, 8], 50, 3),
-    "accepted": (0, [5, 6, 7, 8], 50, 0),
-    "cut": (3, [5, 6, 7, -1], 50, 0),
-    "skipped": (4, [0, 0, 0, 0], 50, 0),
-    "token 0": (4, [0, 0, 0, 1], 50, 4),
-    "discarded": (5, [5, 6, 7, 8], 50, 0),
-    "no room": (1, [5, 6, 7, 8], 96, 0),
-    "just room": (1, [5, 6, 7, 8], 95, 1),
+    "rejected": (3, [5, 6, 7, 8], 3),
+    "accepted": (0, [5, 6, 7, 8], 0),
+    "cut": (3, [5, 6, 7, -1], 0),
+    "skipped": (4, [0, 0, 0, 0], 0),
+    "token 0": (4, [0, 0, 0, 1], 4),
+    "discarded": (5, [5, 6, 7, 8], 0),
 }
 
 
 @pytest.mark.parametrize("others", [[], [[]], [[9, 9]]])
 def test_a_request_carries_the_same_whatever_others_propose(others: list[list[int]]) -> None:
-    rejected, drafts, lengths, expected = (
-        list(column) for column in zip(*CASES.values(), strict=True)
-    )
-    more = len(others)
-    drafts, lengths = others + drafts, [50] * more + lengths
-    found = counts([0] * more + rejected, drafts, lengths, max_model_len=100)
-    assert found == [0] * more + expected
+    rejected, drafts, expected = (list(column) for column in zip(*CASES.values(), strict=True))
+    none = [0] * len(others)
+    assert counts(none + rejected, others + drafts) == none + expected
 
 
 def test_carried_rows_are_the_last_of_each_request() -> None:

@@ -14,17 +14,12 @@ def carried_counts(
     num_rejected: torch.Tensor,
     draft_ends: torch.Tensor,
     draft_token_ids: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
     proposals: int,
-    block_size: int,
-    max_model_len: int,
 ) -> torch.Tensor:
     """How many rows each request carries: its rejected proposals, or none.
 
-    None where the block, which follows the carried rows, would pass `max_model_len`, and where the
-    proposals were placeholders, whose states mean nothing: vLLM schedules -1 (cut by a grammar) or
-    only zeros (the drafter was skipped in the step before).
+    None where the proposals were placeholders, whose states mean nothing: vLLM schedules -1 (cut by
+    a grammar) or only zeros (the drafter was skipped in the step before).
 
     Args:
         num_rejected: [requests] int, proposals rejected in this step; more than were verified for
@@ -32,10 +27,7 @@ def carried_counts(
         draft_ends: [requests] int, proposals verified in this step up to and with each request
             (0 for prefill).
         draft_token_ids: [draft_ends[-1]] int, the proposals, request after request.
-        seq_lens: [requests] int, length of each request with all its proposals.
         proposals: the most that a request has.
-        block_size: rows of a block, the anchor included.
-        max_model_len: positions that a request may use.
 
     Returns:
         [requests], dtype of `num_rejected`.
@@ -54,13 +46,7 @@ def carried_counts(
         highest = lowest.clone()
         lowest.scatter_reduce_(0, owner, draft_token_ids, "amin")
         highest.scatter_reduce_(0, owner, draft_token_ids, "amax")
-    carries = (
-        (lowest >= 0)
-        & (highest > 0)
-        & (num_rejected <= verified)
-        & (seq_lens <= max_model_len - block_size)
-    )
-    return num_rejected * carries
+    return num_rejected * ((lowest >= 0) & (highest > 0) & (num_rejected <= verified))
 
 
 def carried_rows(

@@ -39,7 +39,10 @@ class CarryoverProposer(DFlashProposer):
         spec_decode_metadata: SpecDecodeMetadata,
         valid_sampled_tokens_count: torch.Tensor,
     ) -> tuple[CommonAttentionMetadata, torch.Tensor, torch.Tensor]:
-        """As stock; also decides how many rows each request carries."""
+        """As stock; also decides how many rows each request carries.
+
+        The block that follows them fits: vLLM comes here only where one fits after all proposals.
+        """
         metadata, sample, rejected = super().prepare_inputs_padded(
             common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count
         )
@@ -49,10 +52,7 @@ class CarryoverProposer(DFlashProposer):
             rejected,
             spec_decode_metadata.cu_num_draft_tokens,
             spec_decode_metadata.draft_token_ids,
-            metadata.seq_lens,
-            proposals=self.num_speculative_tokens,
-            block_size=1 + self.num_speculative_tokens,
-            max_model_len=self.max_model_len,
+            self.num_speculative_tokens,
         )
         return metadata, sample, rejected
 

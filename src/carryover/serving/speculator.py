@@ -117,15 +117,11 @@ class CarryoverDFlashSpeculator(DFlashSpeculator):
             # Proposals in a step that starts inside the prefill are vLLM's padding.
             prefilling = async_tensor_h2d(batch.is_prefilling_np, device, torch.bool)
             num_rejected = num_rejected.masked_fill(prefilling, 0)
-        return carried_counts(
-            num_rejected,
-            draft_ends,
-            batch.input_ids[rows],
-            batch.seq_lens[:requests],
-            proposals=self.num_speculative_steps,
-            block_size=self.num_query_per_req,
-            max_model_len=self.max_model_len,
-        )
+        # The block follows the carried rows, and may not pass the request's last position.
+        room = self.max_model_len - self.num_query_per_req
+        num_rejected = num_rejected.masked_fill(batch.seq_lens[:requests] > room, 0)
+        drafts = batch.input_ids[rows]
+        return carried_counts(num_rejected, draft_ends, drafts, self.num_speculative_steps)
 
     @property
     def _settings(self) -> DrafterSettings:
