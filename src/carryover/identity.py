@@ -30,15 +30,17 @@ _SOURCES = {
         "ledger.py",
     ),
     "features": ("features", "target/hidden.py"),
-    "released": ("drafter", "target/source.py"),
+    "released": ("drafter", "target/source.py", "target/load.py"),
     "train": (
         # Not the readers of released drafters: what they read is an input.
         *(
             f"drafter/{name}.py"
             for name in (
                 "attention",
+                "blocks",
                 "checkpoint",
                 "config",
+                "gemma",
                 "initialize",
                 "layout",
                 "markov",
@@ -51,7 +53,7 @@ _SOURCES = {
         "features/store.py",
         "seeds.py",
     ),
-    "export": ("drafter",),
+    "export": ("drafter", "target/load.py"),
     "benchmark": ("benchmark", "serving", "serving_env.py", "prompts/render.py", "seeds.py"),
     "report": ("report",),
 }

@@ -81,6 +81,24 @@ def backbone(seed: int, layers: int = LAYERS, one_k_norm: bool = False) -> dict[
     return tensors
 
 
+def gemma_backbone(seed: int) -> dict[str, Tensor]:
+    """The same with Gemma's blocks: one key head and no v_proj, four norms, a scalar."""
+    tensors = backbone(seed)
+    generator = torch.Generator().manual_seed(seed + 100)
+    for i in range(LAYERS):
+        at = f"layers.{i}."
+        del tensors[f"{at}self_attn.v_proj.weight"]
+        key = f"{at}self_attn.k_proj.weight"
+        tensors[key] = tensors[key][:HEAD_DIM].clone()
+        for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+            tensors[f"{at}{name}.weight"] = 1 + 0.3 * torch.randn(HIDDEN, generator=generator)
+        # Scores are not scaled by 1 / sqrt(head_dim): norms as large as trained ones would be.
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{at}self_attn.{name}.weight"] *= 0.6
+        tensors[f"{at}layer_scalar"] = torch.tensor([0.7 + 0.5 * i])
+    return tensors
+
+
 def heads(vocabulary: int, drafted: int, confidence: bool = True) -> dict[str, Tensor]:
     """DeepSpec's Markov and confidence heads; speculators names them alike."""
     generator = torch.Generator().manual_seed(9)
@@ -122,6 +140,73 @@ def deepspec(vocabulary: int, *, rank: int = 0, **changes: Any) -> dict[str, Any
         "num_target_layers": BLOCKS,
         "target_layer_ids": IDS,
         "transformers_version": "4.57.3",
+        **dspark,
+        **changes,
+    }
+
+
+def gemma(vocabulary: int, *, rank: int = RANK, **changes: Any) -> dict[str, Any]:
+    """config.json of DeepSpec's Gemma drafters (modeling/dspark/gemma4/config.py): the target's
+    Gemma4TextConfig as older versions of transformers write it, the redundant rope keys included.
+    """
+    dspark: dict[str, Any] = {"markov_rank": rank, "enable_confidence_head": rank > 0}
+    if rank:
+        dspark |= {"markov_head_type": "vanilla", "confidence_head_with_markov": True}
+    return {
+        "architectures": ["Gemma4DSparkModel"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attention_k_eq_v": True,
+        "block_size": 4,
+        "bos_token_id": 2,
+        "dtype": "float32",
+        "enable_moe_block": False,
+        "eos_token_id": 1,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": HEAD_DIM,
+        "head_dim": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": HIDDEN,
+        "hidden_size_per_layer_input": 0,
+        "initializer_range": 0.02,
+        "intermediate_size": INNER,
+        "layer_types": ["full_attention"] * LAYERS,
+        "mask_token_id": MASK,
+        "max_position_embeddings": 2048,
+        "model_type": "gemma4_text",
+        "moe_intermediate_size": None,
+        "num_anchors": 512,
+        "num_attention_heads": HEADS,
+        "num_experts": None,
+        "num_global_key_value_heads": 1,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": KV_HEADS,
+        "num_kv_shared_layers": 0,
+        "num_target_layers": BLOCKS,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": THETA,
+                "rope_type": "proportional",
+            },
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 1024,
+        "target_layer_ids": IDS,
+        "target_model_type": "gemma4",
+        "target_text_model_type": "gemma4_text",
+        "tie_word_embeddings": False,
+        "top_k_experts": None,
+        "transformers_version": "5.8.0",
+        "use_bidirectional_attention": "vision",
+        "use_cache": True,
+        "use_double_wide_mlp": False,
+        "vocab_size": vocabulary,
+        "vocab_size_per_layer_input": vocabulary,
         **dspark,
         **changes,
     }

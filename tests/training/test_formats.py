@@ -241,7 +241,50 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (write.deepspec(320, enable_confidence_head=True), "confidence_head_with_markov"),
     (write.deepspec(320, sample_from_anchor=False), "sample_from_anchor to false"),
     (write.deepspec(320, target_layer_ids=[-1, 2]), "target_layer_ids.*embedding"),
-    (write.deepspec(320, architectures=["Gemma4DSparkModel"]), "Gemma's own blocks.*z-lab's"),
+    # DeepSpec's Gemma drafters.
+    (write.gemma(320, layer_types=_SLIDING), "layer_types .*whole context"),
+    (write.gemma(320, layer_types=None), "no layer_types"),
+    (write.gemma(320, layer_types=["full_attention"]), "layer_types .*num_hidden_layers is 2"),
+    (write.gemma(320, attention_k_eq_v=False), "attention_k_eq_v to false"),
+    (write.gemma(320, attention_k_eq_v=None), "no attention_k_eq_v"),
+    (write.gemma(320, global_head_dim=None), "no global_head_dim"),
+    (
+        write.gemma(320, per_layer_config={"0": {"head_dim": 32}}),
+        "per_layer_config .*all alike",
+    ),
+    (
+        write.gemma(320, per_layer_config={str(i): {"num_experts": 2} for i in range(2)}),
+        "per_layer_config .*all alike",
+    ),
+    (
+        write.gemma(320, per_layer_config={"full_attention": {"head_dim": 32}}),
+        "per_layer_config .*all alike",
+    ),
+    (write.gemma(320, hidden_activation="silu"), 'hidden_activation to "silu"'),
+    (write.gemma(320, hidden_size_per_layer_input=64), "hidden_size_per_layer_input to 64"),
+    (write.gemma(320, enable_moe_block=True), "enable_moe_block to true"),
+    (write.gemma(320, use_double_wide_mlp=True), "use_double_wide_mlp to true"),
+    (write.gemma(320, attn_logit_softcapping=50.0), "attn_logit_softcapping to 50.0"),
+    (write.gemma(320, is_causal=True), "is_causal to true"),
+    (write.gemma(320, attention_bias=True), "attention_bias to true"),
+    (write.gemma(320, rope_theta=1e4), "rope_theta .*does not know"),
+    (write.gemma(320, rope_parameters={"rope_theta": 1e4}), "no rope_parameters.full_attention"),
+    *(
+        (write.gemma(320, rope_parameters={"full_attention": rope}), message)
+        for rope, message in (
+            ({"rope_type": "yarn", "rope_theta": 1e4}, "full_attention.rope_type to"),
+            (
+                {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                "partial_rotary_factor to 0.5",
+            ),
+            (
+                {"rope_type": "proportional", "rope_theta": 1e4, "factor": 8.0},
+                "full_attention.factor to 8.0",
+            ),
+            ({"rope_type": "proportional"}, "no rope_parameters.full_attention.rope_theta"),
+        )
+    ),
+    (write.gemma(320, markov_head_type="gated"), 'markov_head_type to "gated"'),
     # speculators; its default draft first.
     (
         write.speculators(
@@ -281,6 +324,7 @@ ALL = {
     "z-lab": write.zlab(320),
     "DeepSpec": write.deepspec(320, rank=8),
     "speculators": write.speculators(320, "dspark"),
+    "DeepSpec-Gemma": write.gemma(320),
 }
 # Keys that other projects' drafters have, and others. (Hypothesis knows the constants of our code.)
 FOREIGN = ["use_tree_pos_emb", "use_q_head", "log_snr_conditioning", "norm_before_fc"]
@@ -292,7 +336,12 @@ VALUES = st.booleans() | st.integers() | st.text() | st.lists(st.integers(), max
 @given(key=KEYS, value=VALUES, layout=st.sampled_from(list(ALL)), inside=st.booleans())
 def test_no_key_is_passed_over(key: str, value: Any, layout: str, inside: bool) -> None:
     """An unknown key is refused by name wherever it stands; a null asks for nothing."""
-    place = {"z-lab": "dflash_config", "speculators": "transformer_layer_config"}.get(layout)
+    places = {
+        "z-lab": "dflash_config",
+        "speculators": "transformer_layer_config",
+        "DeepSpec-Gemma": "rope_parameters",
+    }
+    place = places.get(layout)
     inside = inside and place is not None
 
     def read(found: Any) -> dict[str, Any]:
@@ -412,6 +461,13 @@ def written(recorded: Path, layout: str) -> tuple[Path, dict[str, Any]]:
         config = write.speculators(VOCABULARY, drafted=len(OBSERVED))
         tensors = write.backbone(3) | target_ends(recorded, OBSERVED) | maps()
         keys = {"vocabulary": "observed"}
+    elif layout == "DeepSpec-Gemma":
+        config = write.gemma(VOCABULARY, final_logit_softcapping=None)  # as the tiny target
+        tensors = write.gemma_backbone(4) | write.heads(VOCABULARY, VOCABULARY)
+        tensors |= target_ends(recorded)
+        keys = {
+            "kind": "markov", "markov_rank": 8, "slot_layout": "anchor_first", "blocks": "gemma4",
+        }  # fmt: skip
     else:  # ours, out of the stage itself
         zlab, _ = written(recorded, "z-lab")
         _, made = with_drafter(recorded, "source-of-ours", zlab)
@@ -423,7 +479,9 @@ def written(recorded: Path, layout: str) -> tuple[Path, dict[str, Any]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["z-lab", "DeepSpec", "speculators", "carryover"])
+@pytest.mark.parametrize(
+    "layout", ["z-lab", "DeepSpec", "speculators", "DeepSpec-Gemma", "carryover"]
+)
 def test_training_starts_from_it(recorded: Path, layout: str) -> None:
     source, keys = written(recorded, layout)
     path, config = with_drafter(recorded, f"from-{layout}", source, **keys)
@@ -450,9 +508,15 @@ def test_training_starts_from_it(recorded: Path, layout: str) -> None:
     ]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
     trained = load_file(Paths(config).drafter("tiny", name, "baseline") / "model.safetensors")
-    moved = {key for key, value in trained.items() if not torch.equal(value, start[key])}
-    # Every weight but the frozen head and the map learns, and Adam's first steps are small.
-    assert moved == set(trained) - {"lm_head.weight", "d2t"}
+    moved = {key for key, value in start.items() if not torch.equal(value, trained[key])}
+    # Every weight but frozen ones and the map learns, and Adam's first steps are small.
+    frozen = {"lm_head.weight", "d2t", *(f"layers.{i}.layer_scalar" for i in range(2))}
+    assert moved == set(start) - frozen
+    # vLLM's own Gemma class asks for copies of the target's embedding and head.
+    if layout == "DeepSpec-Gemma":
+        for key, value in target_ends(recorded).items():
+            assert torch.equal(trained.pop(key), value), key
+    assert set(trained) == set(start)
     assert all((trained[key] - start[key]).abs().max() < 0.05 for key in moved)
 
 

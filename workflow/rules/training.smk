@@ -103,7 +103,7 @@ rule export:
     conda:
         "../../envs/train.yaml"
     resources:
-        mem_mb=4000,
+        mem_mb=8000,
         runtime=60,
     params:
         settings=SETTINGS,

@@ -158,6 +158,11 @@ class Drafter(Section):
         description="random | target_last_layers | path:DIR | hub:ID@REVISION (a released "
         "drafter: docs/warm-start.md).",
     )
+    blocks: Literal["qwen3", "gemma4"] = Field(
+        default="qwen3",
+        description="Transformer blocks: qwen3 | gemma4 (DeepSpec's for Gemma 4; slot_layout "
+        "anchor_first, qk_norm true).",
+    )
     qk_norm: bool = Field(
         default=False,
         description="Normalise queries and keys, as Qwen3 does; false: not, as Llama.",
@@ -167,6 +172,25 @@ class Drafter(Section):
     def released(self) -> bool:
         """Whether `initialize` names a released drafter."""
         return self.initialize.startswith(("path:", "hub:"))
+
+    @model_validator(mode="after")
+    def _gemma_blocks(self) -> Self:
+        problems = []
+        if self.blocks == "gemma4" and self.slot_layout != "anchor_first":
+            message = (
+                f"{self.slot_layout} does not go with blocks: gemma4, which vLLM serves with its "
+                "dspark method alone; set slot_layout to anchor_first, or blocks to qwen3"
+            )
+            problems.append(("slot_layout", message))
+        if self.blocks == "gemma4" and not self.qk_norm:
+            message = (
+                "blocks: gemma4 always normalise queries and keys; set qk_norm to true, or "
+                "blocks to qwen3"
+            )
+            problems.append(("qk_norm", message))
+        if problems:
+            raise KeyProblems(problems)
+        return self
 
     @model_validator(mode="after")
     def _servable(self) -> Self:

@@ -12,17 +12,22 @@ from carryover.drafter.config import DrafterConfig
 from carryover.drafter.model import Drafter
 from carryover.errors import CarryoverError
 
-HEAD, MAP = "lm_head.weight", "d2t"
+EMBEDDING, HEAD, MAP = "embed_tokens.weight", "lm_head.weight", "d2t"
 CARRY_EMBEDDING, CARRY_PROJECTOR = "carry_embedding", "carry_projector.weight"
 
 
 def save_drafter(
-    folder: Path, drafter: Drafter, observed: Tensor | None, head: Tensor | None
+    folder: Path,
+    drafter: Drafter,
+    observed: Tensor | None,
+    head: Tensor | None,
+    embedding: Tensor | None = None,
 ) -> None:
     """Write a drafter folder.
 
     observed: [V_d] int64 ascending target ids of a reduced draft vocabulary (None: the whole one,
-    the target's head is shared at load); head: [V_d, H], the target's rows for them.
+    the target's head is shared at load); head: [V_d, H], the target's rows for them; embedding:
+    [V, H], the target's, where a copy is to be in the folder.
     """
     tensors = {name: value.detach().contiguous() for name, value in drafter.state_dict().items()}
     config = drafter.config
@@ -35,8 +40,10 @@ def save_drafter(
     if _unmarked_rows(config):
         # Served as an E_carry of zeros, which is the same: nothing is added before F.
         tensors[CARRY_EMBEDDING] = torch.zeros(config.feature_size, dtype=drafter.fc.weight.dtype)
-    if observed is not None and head is not None:
-        tensors[HEAD] = head.detach().contiguous()
+    for name, copy in ((HEAD, head), (EMBEDDING, embedding)):
+        if copy is not None:
+            tensors[name] = copy.detach().contiguous()
+    if observed is not None:
         # vLLM's convention: target id = draft id + d2t[draft id].
         tensors[MAP] = observed - torch.arange(len(observed), device=observed.device)
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +88,7 @@ def load_into(drafter: Drafter, tensors: dict[str, Tensor]) -> None:
     unexpected tensor is refused by name.
     """
     own = drafter.state_dict()
-    ignored = {HEAD, MAP}
+    ignored = {EMBEDDING, HEAD, MAP}
     if not drafter.config.qk_norm:
         ignored |= {n for n in tensors if n.endswith(("q_norm.weight", "k_norm.weight"))}
     if _unmarked_rows(drafter.config):

@@ -8,10 +8,12 @@ import torch
 
 from carryover.artifacts import write_manifest
 from carryover.config import Config
-from carryover.drafter.checkpoint import load_into, load_tensors, observed_ids, save_drafter
+from carryover.drafter.checkpoint import HEAD, load_into, load_tensors, observed_ids, save_drafter
+from carryover.drafter.config import STOCK_GEMMA
 from carryover.drafter.model import Drafter
 from carryover.errors import CarryoverError
 from carryover.paths import Paths
+from carryover.target.load import target_ends
 from carryover.training.result import trained_folder
 
 
@@ -27,7 +29,14 @@ def run(config: Config, *, target: str, drafter: str, variant: str) -> None:
     folder = Paths(config).drafter(target, drafter, variant)
     module, tensors = _read(source)
     shutil.rmtree(folder, ignore_errors=True)
-    save_drafter(folder, module, observed_ids(tensors), tensors.get("lm_head.weight"))
+    head, embedding = tensors.get(HEAD), None
+    if STOCK_GEMMA in module.config.architectures:
+        # vLLM's own class takes no drafter without copies of these, and then shares the target's.
+        shape = (module.config.vocab_size, module.config.hidden_size)
+        ends = target_ends(Paths(config).target(target), shape)
+        # Never one tensor under two names, which safetensors does not write.
+        embedding, head = (end.to(module.fc.weight.dtype, copy=True) for end in ends)
+    save_drafter(folder, module, observed_ids(tensors), head, embedding)
     again, _ = _read(folder)
     for name, value in module.state_dict().items():
         if not torch.equal(value, again.state_dict()[name]):

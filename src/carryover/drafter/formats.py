@@ -3,6 +3,7 @@
     carryover      what `carryover export` and `carryover train` write
     z-lab          architecture DFlashDraftModel (z-lab/dflash: dflash/model.py)
     DeepSpec       architecture Qwen3DSparkModel (deepseek-ai/DeepSpec: deepspec/modeling/dspark)
+    DeepSpec-Gemma architecture Gemma4DSparkModel (the same project)
     speculators    field speculators_model_type (vllm-project/speculators: models/{dflash,dspark})
 
 Their tensors have the same names; their config.json files differ in keys and conventions. Every key
@@ -21,11 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from carryover.drafter.checkpoint import HEAD, MAP
+from carryover.drafter.checkpoint import EMBEDDING, HEAD, MAP
 from carryover.drafter.config import DrafterConfig
 from carryover.errors import CarryoverError
 
-EMBEDDING, BACK_MAP = "embed_tokens.weight", "t2d"
+BACK_MAP = "t2d"
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
 # Keys that change nothing in what a drafter computes.
@@ -35,6 +36,7 @@ _METADATA = {
     "tie_word_embeddings", "initializer_range", "num_anchors", "max_anchors", "config_class",
     "flex_attention_backend", "ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha",
 }  # fmt: skip
+_WHOLE_CONTEXT = "every layer of carryover's drafters reads the whole context"
 # What our blocks do, where a key may ask for something else.
 _FIXED = {
     "hidden_act": "silu",
@@ -46,9 +48,26 @@ _FIXED = {
     "logit_scale": 1.0,
     "add_swa_attention_sink_bias": False,
 }
+# The same of Gemma's blocks; of the further keys of a Gemma4TextConfig those change nothing that
+# say something of sliding-window layers, per-layer embeddings, experts or images.
+_FIXED_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": False,
+    "use_double_wide_mlp": False,
+    "attn_logit_softcapping": None,
+    "is_causal": False,
+}
+_METADATA_GEMMA = {
+    "sliding_window", "vocab_size_per_layer_input", "num_kv_shared_layers", "num_experts",
+    "top_k_experts", "moe_intermediate_size", "use_bidirectional_attention", "target_model_type",
+    "target_text_model_type",
+}  # fmt: skip
 _SHAPES = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "intermediate_size", "max_position_embeddings", "vocab_size",
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+    "max_position_embeddings", "vocab_size",
 )  # fmt: skip
 
 
@@ -150,21 +169,15 @@ def detect(config: dict[str, Any]) -> str:
     if "speculators_model_type" in config:
         return "speculators"
     if "Gemma4DSparkModel" in architectures:
-        raise CarryoverError(
-            "Gemma4DSparkModel has Gemma's own blocks (global head size, one projection for keys "
-            "and values, v-norm, scaled embeddings, capped logits), and carryover's drafters have "
-            "Qwen3's",
-            "Start from a drafter of z-lab's or speculators' for this target, or set "
-            "drafters.*.initialize to random.",
-        )
+        return "DeepSpec-Gemma"
     if "Qwen3DSparkModel" in architectures:
         return "DeepSpec"
     if "DFlashDraftModel" in architectures:
         return "z-lab"
     raise CarryoverError(
         f"no drafter format is known with architectures {json.dumps(architectures)}",
-        "Known are z-lab's DFlashDraftModel, DeepSpec's Qwen3DSparkModel, speculators' dflash and "
-        "dspark, and carryover's own.",
+        "Known are z-lab's DFlashDraftModel, DeepSpec's Qwen3DSparkModel and Gemma4DSparkModel, "
+        "speculators' dflash and dspark, and carryover's own.",
     )
 
 
@@ -234,7 +247,18 @@ def _zlab(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _deepspec(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """anchor_first; ids are block outputs; `block_size` = B; markov_rank 0 is its DFlash."""
     fields = _Fields(data, folder)
-    read = _transformer(fields) | {
+    return _dspark(fields, _transformer(fields))
+
+
+def _deepspec_gemma(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The same with a Gemma4TextConfig for the blocks."""
+    fields = _Fields(data, folder)
+    return _dspark(fields, _gemma_transformer(fields))
+
+
+def _dspark(fields: _Fields, transformer: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpec's own keys, after those of the blocks."""
+    read = transformer | {
         "target_layer_ids": fields.layer_ids("target_layer_ids"),
         "mask_token_id": fields.take("mask_token_id", int),
         "proposals": fields.take("block_size", int),
@@ -296,19 +320,88 @@ READERS: dict[str, Callable[[dict[str, Any], Path], dict[str, Any]]] = {
     "carryover": _own,
     "z-lab": _zlab,
     "DeepSpec": _deepspec,
+    "DeepSpec-Gemma": _deepspec_gemma,
     "speculators": _speculators,
 }
 
 
 def _transformer(fields: _Fields) -> dict[str, Any]:
     """What the three foreign formats share: a Qwen3Config for the blocks, q/k norms included."""
-    read = {name: fields.take(name, int) for name in _SHAPES}
-    read["rms_norm_eps"] = float(fields.take("rms_norm_eps", (int, float)))
+    read = {name: fields.take(name, int) for name in ("num_key_value_heads", "head_dim")}
     read["rope_theta"] = _rope_theta(fields)
-    read["qk_norm"] = True
     _check_full_attention(fields)
     for key, value in _FIXED.items():
         fields.fixed(key, value)
+    return read | _any_transformer(fields)
+
+
+def _gemma_transformer(fields: _Fields) -> dict[str, Any]:
+    """A Gemma4TextConfig for the blocks: full-attention layers whose values are their keys."""
+    read: dict[str, Any] = {"blocks": "gemma4"}
+    types = fields.take("layer_types", list)
+    if any(kind != "full_attention" for kind in types):
+        raise fields.refused("layer_types", types, _WHOLE_CONTEXT)
+    if not fields.take("attention_k_eq_v", bool):
+        why = "carryover's Gemma blocks have one projection for keys and values, as vLLM asks for"
+        raise fields.refused("attention_k_eq_v", False, why)
+    read |= _gemma_heads(fields, len(types)) | _gemma_rope(fields.section("rope_parameters"))
+    for key, value in _FIXED_GEMMA.items():
+        fields.fixed(key, value)
+    fields.drop(*_METADATA_GEMMA)
+    read |= _any_transformer(fields)
+    if len(types) != read["num_hidden_layers"]:
+        why = f"num_hidden_layers is {read['num_hidden_layers']}"
+        raise fields.refused("layer_types", types, why)
+    return read
+
+
+def _gemma_heads(fields: _Fields, count: int) -> dict[str, Any]:
+    """Head size and key heads of full-attention layers, the same in all of `count`.
+
+    Newer versions of transformers write what a layer has of its own into `per_layer_config`, older
+    ones two keys for full-attention layers, which are not read where the new one is there.
+    """
+    read = {name: fields.take(name, int) for name in ("head_dim", "num_key_value_heads")}
+    layers = fields.maybe("per_layer_config", dict)
+    if layers is None:
+        read["head_dim"] = fields.take("global_head_dim", int)
+        heads = fields.maybe("num_global_key_value_heads", int)
+        return read if heads is None else read | {"num_key_value_heads": heads}
+    fields.drop("global_head_dim", "num_global_key_value_heads")
+    names = [str(i) for i in range(count)]
+    own = [read | layers.get(name, {}) for name in names]
+    alike = all(layer == own[0] and set(layer) == set(read) for layer in own)
+    if not alike or not set(layers) <= set(names):
+        raise fields.refused("per_layer_config", layers, "carryover's blocks are all alike")
+    return own[0]
+
+
+def _gemma_rope(fields: _Fields) -> dict[str, Any]:
+    """Base and rotating part of full-attention layers, in `rope_parameters`.
+
+    Beside them stand those of sliding-window layers, and in published files scalars that nothing
+    reads (vLLM drops them).
+    """
+    full = fields.section("full_attention")
+    fields.drop("sliding_attention", "rope_type", "rope_theta")
+    kind = full.take("rope_type", str)
+    if kind not in ("proportional", "default"):
+        raise full.refused("rope_type", kind, "carryover's drafters rotate without scaling")
+    part = full.maybe("partial_rotary_factor", (int, float))
+    if kind == "default" and part not in (None, 1.0):
+        raise full.refused("partial_rotary_factor", part, "only proportional rope rotates a part")
+    full.fixed("factor", 1.0)
+    read = {"rope_theta": float(full.take("rope_theta", (int, float)))}
+    full.end()
+    fields.end()
+    return read | {"partial_rotary_factor": 1.0 if part is None else float(part)}
+
+
+def _any_transformer(fields: _Fields) -> dict[str, Any]:
+    """What Qwen3Config and Gemma4TextConfig share."""
+    read: dict[str, Any] = {name: fields.take(name, int) for name in _SHAPES}
+    read["rms_norm_eps"] = float(fields.take("rms_norm_eps", (int, float)))
+    read["qk_norm"] = True
     for key, ours in (
         ("num_target_layers", "target_blocks"),
         ("target_hidden_size", "target_hidden_size"),
@@ -328,11 +421,10 @@ def _check_full_attention(fields: _Fields) -> None:
     """Refuse sliding-window layers. `layer_types` decides; without it the older keys do."""
     types = fields.maybe("layer_types", list)
     window, used = fields.maybe("sliding_window", int), fields.maybe("use_sliding_window", bool)
-    why = "every layer of carryover's drafters reads the whole context"
     if types is not None and any(kind != "full_attention" for kind in types):
-        raise fields.refused("layer_types", types, why)
+        raise fields.refused("layer_types", types, _WHOLE_CONTEXT)
     if types is None and used and window is not None:
-        raise fields.refused("sliding_window", window, why)
+        raise fields.refused("sliding_window", window, _WHOLE_CONTEXT)
     fields.drop("max_window_layers")
 
 

@@ -24,19 +24,30 @@ def new_config(
     draft_vocab_size: int | None,
     markov_rank: int = 0,
     confidence: bool = False,
+    blocks: Any = "qwen3",
 ) -> DrafterConfig:
-    """Drafter shapes: the target's own width, heads and feed-forward size."""
+    """Drafter shapes: the target's own width, heads and feed-forward size.
+
+    Gemma's blocks take them from the target's full-attention layers, whose heads may be others.
+    """
     text = target.config.get_text_config()
-    heads = text.num_attention_heads
+    heads, layer = text.num_attention_heads, text
     rope = getattr(text, "rope_parameters", None) or {}
     # Families with one rope per layer type keep a dict of them.
     rope = rope.get("full_attention", rope)
+    rotating = 1.0
+    if blocks == "gemma4":
+        kinds = getattr(text, "layer_types", None) or []
+        if "full_attention" in kinds:
+            layer = text.per_layer_config[kinds.index("full_attention")]
+        if rope.get("rope_type") == "proportional":
+            rotating = float(rope.get("partial_rotary_factor", 1.0))
     return DrafterConfig(
         hidden_size=text.hidden_size,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=text.num_key_value_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        num_key_value_heads=layer.num_key_value_heads,
+        head_dim=getattr(layer, "head_dim", None) or text.hidden_size // heads,
         intermediate_size=text.intermediate_size,
         rms_norm_eps=text.rms_norm_eps,
         rope_theta=float(rope.get("rope_theta", 10000.0)),
@@ -48,6 +59,8 @@ def new_config(
         mask_token_id=mask_token_id,
         proposals=proposals,
         slot_layout=slot_layout,
+        blocks=blocks,
+        partial_rotary_factor=rotating,
         qk_norm=qk_norm,
         draft_vocab_size=draft_vocab_size,
         markov_rank=markov_rank,

@@ -1,20 +1,21 @@
 """The block drafter: DFlash's backbone with the carry interface (paper, Algorithm 1).
 
 Shapes: R rows (one response each, right-padded to T tokens), N anchors a row, S slots a block,
-B proposals, H hidden size, nH_t width of the concatenated target features, D head size.
+B proposals, H hidden size, nH_t width of the concatenated target features.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from carryover.drafter import layout
-from carryover.drafter.attention import Kernel, Visible, block_attention
+from carryover.drafter import blocks, gemma, layout
+from carryover.drafter.attention import Kernel, Visible
 from carryover.drafter.config import DrafterConfig
 from carryover.drafter.markov import ConfidenceHead, MarkovHead
+
+BLOCKS: dict[str, type[nn.Module]] = {"qwen3": blocks.Block, "gemma4": gemma.Block}
 
 
 @dataclass
@@ -48,120 +49,9 @@ class Hints:
         return (self.weights.to(tokens.dtype)[..., None, :] @ tokens).squeeze(-2)
 
 
-class Rotary(nn.Module):
-    """Neox-style rotary embedding; angles in fp32."""
-
-    def __init__(self, head_dim: int, theta: float) -> None:
-        super().__init__()
-        self.head_dim, self.theta = head_dim, theta
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x: [..., heads, D]; positions: the shape of x without its last two dimensions."""
-        half = self.head_dim // 2
-        exponents = torch.arange(half, device=x.device, dtype=torch.float32) / half
-        angles = positions[..., None, None].float() * self.theta**-exponents
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        first, second = x.split(half, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-class Attention(nn.Module):
-    """Block queries over [context | carried rows | own block], one softmax over all of them."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.head_dim
-        hidden = config.hidden_size
-        self.q_proj = nn.Linear(hidden, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=False)
-        if config.qk_norm:
-            self.q_norm: nn.Module = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
-            self.k_norm: nn.Module = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
-        else:
-            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
-        self.rotary = Rotary(self.head_dim, config.rope_theta)
-
-    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., H] at positions [...] -> keys and values, both [..., kv_heads, D]."""
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)))
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        return self.rotary(k, positions), v
-
-    def parts(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        context: Tensor,
-        context_positions: Tensor,
-        visible: Visible,
-        carried: Tensor | None,
-        carried_positions: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Visible]:
-        """The arguments of `block_attention`, carried rows first among a block's own keys.
-
-        x: [R, N, S, H] normed slot states at positions [R, N, S]; context: [R, T, H] normed fc
-        outputs at context_positions [R, T]; carried: [R, N, B, H] normed projections of the
-        carried rows at carried_positions [R, N, B].
-        """
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)))
-        q = self.rotary(q, positions)
-        own_k, own_v = self.keys_values(x, positions)
-        if carried is not None and carried_positions is not None:
-            carried_k, carried_v = self.keys_values(carried, carried_positions)
-            own_k, own_v = torch.cat((carried_k, own_k), 2), torch.cat((carried_v, own_v), 2)
-        context_k, context_v = self.keys_values(context, context_positions)
-        return q, context_k, context_v, own_k, own_v, visible
-
-    def forward(self, *inputs: Any) -> Tensor:
-        """One attention output per slot, [R, N, S, H]; the inputs are those of `parts`."""
-        return self.o_proj(block_attention(*self.parts(*inputs)).flatten(-2))
-
-    def carried_share(self, *inputs: Any) -> Tensor:
-        """Softmax mass on the carried rows, [R, N, S, heads]; the inputs are those of `parts`.
-
-        It is what attention gives when values are one on carried rows and zero elsewhere.
-        """
-        q, context_k, context_v, own_k, own_v, visible = self.parts(*inputs)
-        on_carried = torch.zeros_like(own_v)
-        on_carried[:, :, : own_v.shape[2] - q.shape[2]] = 1
-        nothing = torch.zeros_like(context_v)
-        return block_attention(q, context_k, nothing, own_k, on_carried, visible)[..., 0]
-
-
-class MLP(nn.Module):
-    """Gated SiLU feed-forward."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Block(nn.Module):
-    """A Qwen3-style pre-norm transformer block."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, x: Tensor, *attention: Tensor | Carry | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), *attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
 class Drafter(nn.Module):
-    """DFlash backbone; parameters are named as in z-lab's `DFlashDraftModel` checkpoints.
+    """DFlash backbone; parameters are named as in z-lab's `DFlashDraftModel` checkpoints, and with
+    Gemma's blocks as in DeepSpec's `Gemma4DSparkModel`.
 
     A Markov drafter is the same backbone with `markov_head` and, where the config asks for it,
     `confidence_head`; what reads the hidden states applies them. The target's input embedding is
@@ -177,7 +67,8 @@ class Drafter(nn.Module):
         self.config = config
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        block = BLOCKS[config.blocks]
+        self.layers = nn.ModuleList(block(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.carry and config.carry_distinction == "embedding":
             self.carry_embedding = nn.Parameter(torch.zeros(config.feature_size))  # E_carry
@@ -221,6 +112,9 @@ class Drafter(nn.Module):
         x = F.embedding(ids, self.embedding)
         if isinstance(carry, Hints):
             x = torch.where(carry.exists[..., None], carry.embedded(self.embedding), x)
+        if config.blocks == "gemma4":
+            # Rounded to the weights' type first, as in Gemma itself.
+            x = x * torch.tensor(config.hidden_size**0.5, dtype=x.dtype)
         rows = carry if isinstance(carry, Carry) else None
         carried = None if rows is None else self.project_carried(rows.features)
         visible = self._visible(anchors, length, None if rows is None else rows.visible)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -27,7 +26,7 @@ from carryover.drafter.model import Drafter
 from carryover.errors import CarryoverError
 from carryover.identity import source_content
 from carryover.paths import Paths
-from carryover.target.load import logit_cap
+from carryover.target.load import logit_cap, target_ends
 from carryover.target.source import find_source
 
 _FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", formats.MASK_EMBEDDING_FILE)
@@ -139,6 +138,7 @@ def _settings(
     yield f"{at}.layers", wanted.layers, fields["num_hidden_layers"]
     yield f"{at}.proposals", wanted.proposals, fields["proposals"]
     yield f"{at}.slot_layout", wanted.slot_layout, fields["slot_layout"]
+    yield f"{at}.blocks", wanted.blocks, fields.get("blocks", "qwen3")
     yield f"{at}.qk_norm", wanted.qk_norm, fields["qk_norm"]
     reduced = fields.get("draft_vocab_size") is not None
     yield f"{at}.vocabulary", wanted.vocabulary, "observed" if reduced else "full"
@@ -157,7 +157,7 @@ def _check_shared(found: Released, target: Path, key: str, vocabulary: int, widt
     if own_head is None and found.embedding is None:
         return
     rows = observed_ids(found.tensors)
-    embedding, head = _target_ends(target, (vocabulary, width))
+    embedding, head = target_ends(target, (vocabulary, width))
     pairs = [("embed_tokens.weight", found.embedding, embedding)]
     pairs += [("lm_head.weight", own_head, head if rows is None else head[rows])]
     for name, theirs, ours in pairs:
@@ -167,21 +167,6 @@ def _check_shared(found: Released, target: Path, key: str, vocabulary: int, widt
                 "drafters share",
                 "Name a drafter that was trained for this very target with both frozen.",
             )
-
-
-def _target_ends(folder: Path, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """The target's input embedding and head, both [V, H], without loading the rest of it."""
-    ends: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (it is no mapping)
-                end = ".".join(name.rsplit(".", 2)[-2:])
-                if end in ("embed_tokens.weight", "lm_head.weight"):
-                    tensor = file.get_tensor(name)
-                    if tuple(tensor.shape) == shape:
-                        ends[end] = tensor
-    embedding = ends["embed_tokens.weight"]
-    return embedding, ends.get("lm_head.weight", embedding)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -13,25 +13,35 @@ CARRY_EMBEDDING, CARRY_PROJECTOR = "carry_embedding", "carry_projector.weight"
 MARKOV_EMBEDDING, MARKOV_HEAD = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 # Trained beside the Markov head, and not used for drafting.
 CONFIDENCE = "confidence_head."
-_OF_EACH_LAYER = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "self_attn.q_norm",
-    "self_attn.k_norm",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-    "input_layernorm",
-    "post_attention_layernorm",
+EMBEDDING, HEAD, DRAFT_MAP = "embed_tokens.weight", "lm_head.weight", "d2t"
+_OF_ANY_LAYER = (
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.o_proj.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
 )
+_OF_EACH_LAYER = {
+    "qwen3": (*_OF_ANY_LAYER, "self_attn.v_proj.weight"),
+    "gemma4": (
+        *_OF_ANY_LAYER,
+        "pre_feedforward_layernorm.weight",
+        "post_feedforward_layernorm.weight",
+        "layer_scalar",
+    ),
+}
 _EXPORT_AGAIN = "Export the drafter again with `carryover export`."
 
 
 def check_tensors(
     tensors: dict[str, torch.Tensor],
     *,
+    blocks: str,
     width: int,
     hidden: int,
     layers: int,
@@ -44,6 +54,7 @@ def check_tensors(
 
     Args:
         tensors: the checkpoint, by name.
+        blocks: qwen3 or gemma4.
         width: of the concatenated target features.
         hidden: hidden size of the drafter.
         layers: blocks of the drafter.
@@ -59,7 +70,7 @@ def check_tensors(
     }
     for layer in range(layers):
         # Their shapes are checked by vLLM, which knows how it fuses them.
-        shapes |= {f"layers.{layer}.{name}.weight": None for name in _OF_EACH_LAYER}
+        shapes |= {f"layers.{layer}.{name}": None for name in _OF_EACH_LAYER[blocks]}
     if carries:
         shapes[CARRY_EMBEDDING] = (width,)
     if markov_rank:
@@ -67,7 +78,7 @@ def check_tensors(
         shapes[MARKOV_EMBEDDING] = (vocabulary, markov_rank)
         shapes[MARKOV_HEAD] = (draft_vocabulary or vocabulary, markov_rank)
     if draft_vocabulary is not None:
-        shapes |= {"d2t": (draft_vocabulary,), "lm_head.weight": (draft_vocabulary, hidden)}
+        shapes |= {DRAFT_MAP: (draft_vocabulary,), HEAD: (draft_vocabulary, hidden)}
 
     for name, shape in shapes.items():
         if name not in tensors:
@@ -84,7 +95,7 @@ def check_tensors(
                 "This drafter is for another target, or its config.json was edited.",
             )
     if draft_vocabulary is not None:
-        _check_draft_vocabulary(tensors["d2t"], vocabulary)
+        _check_draft_vocabulary(tensors[DRAFT_MAP], vocabulary)
 
 
 def _check_draft_vocabulary(offsets: torch.Tensor, vocabulary: int) -> None:

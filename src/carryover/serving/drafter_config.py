@@ -12,7 +12,12 @@ from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.model_executor.model_loader.utils import get_draft_load_config
 
 from carryover.errors import CarryoverError
-from carryover.serving.plugin import ARCHITECTURE, DSPARK_ARCHITECTURE, WORKER
+from carryover.serving.plugin import (
+    ARCHITECTURE,
+    DSPARK_ARCHITECTURE,
+    GEMMA_ARCHITECTURE,
+    WORKER,
+)
 from carryover.serving.trace_settings import TraceSettings
 
 # Slot layout -> vLLM's method that lays slots out so, and the architecture to be served with it.
@@ -31,12 +36,14 @@ class DrafterSettings:
     qk_norm: the drafter's blocks normalise queries and keys, as Qwen3 does (false: as Llama).
     markov_rank: width of the Markov head's embedding; 0: the block is proposed in parallel.
     slot_layout: fill_in (slot k predicts anchor + k) or anchor_first (slot k, anchor + k + 1).
+    blocks: qwen3 or gemma4, the transformer blocks; Gemma's are anchor_first.
     """
 
     enabled: bool
     qk_norm: bool
     markov_rank: int
     slot_layout: str
+    blocks: str = "qwen3"
 
     @classmethod
     def of(cls, hf_config: Any) -> DrafterSettings:
@@ -52,6 +59,17 @@ class DrafterSettings:
             raise CarryoverError(
                 f"`carryover.slot_layout` is {layout!r}, not {' or '.join(_SERVED_AS)}",
                 _EXPORT_AGAIN,
+            )
+        blocks = field.get("blocks", "qwen3")
+        if blocks not in ("qwen3", "gemma4"):
+            raise CarryoverError(
+                f"`carryover.blocks` is {blocks!r}, not qwen3 or gemma4", _EXPORT_AGAIN
+            )
+        if blocks == "gemma4" and layout != "anchor_first":
+            raise CarryoverError(
+                f"`carryover.blocks` is gemma4 and `carryover.slot_layout` is {layout}, and vLLM "
+                "has no method for the two together",
+                "Train Gemma's blocks with slot_layout anchor_first.",
             )
         if field["enabled"]:
             _check_carry(field)
@@ -69,7 +87,7 @@ class DrafterSettings:
                 f"`markov_head_type` is {kind!r}, and only 'vanilla' is served",
                 "Use a drafter whose Markov head is a table of the token before.",
             )
-        return cls(enabled=field["enabled"], qk_norm=qk_norm, markov_rank=rank, slot_layout=layout)
+        return cls(field["enabled"], qk_norm, rank, layout, blocks)
 
     @property
     def method(self) -> str:
@@ -78,7 +96,9 @@ class DrafterSettings:
 
     @property
     def architecture(self) -> str:
-        """Our architecture for this slot layout."""
+        """Our architecture for this slot layout and these blocks."""
+        if self.blocks == "gemma4":
+            return GEMMA_ARCHITECTURE
         return _SERVED_AS[self.slot_layout][1]
 
     @property
@@ -140,7 +160,7 @@ def _check_engine(vllm_config: VllmConfig, drafter: Any, settings: DrafterSettin
     if settings.architecture not in drafter.architectures:
         raise CarryoverError(
             f"`architectures` is {drafter.architectures}, and slot_layout {settings.slot_layout} "
-            f"is served as {settings.architecture}",
+            f"with {settings.blocks} blocks is served as {settings.architecture}",
             _EXPORT_AGAIN,
         )
     traced = TraceSettings.of(vllm_config.additional_config) is not None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from carryover.serving.versions import is_known
 
-# One architecture for each slot layout; the layout decides vLLM's method, dflash or dspark.
+# One architecture for each slot layout, which decides vLLM's method, dflash or dspark, and blocks.
 ARCHITECTURE = "DFlashCarryoverDraftModel"  # fill_in
 DSPARK_ARCHITECTURE = "Qwen3CarryoverDSparkModel"  # anchor_first
-# vLLM's name for that one under method dflash: registered too, so that our line refuses it.
-_MISPLACED = f"DFlash{DSPARK_ARCHITECTURE}"
+GEMMA_ARCHITECTURE = "Gemma4CarryoverDSparkModel"  # anchor_first, Gemma's blocks
+ARCHITECTURES = (ARCHITECTURE, DSPARK_ARCHITECTURE, GEMMA_ARCHITECTURE)
 WORKER = "carryover.serving.worker.CarryoverWorker"
 
 
@@ -20,6 +20,13 @@ def register() -> None:
     """
     from vllm import ModelRegistry
 
-    served_by = "model:CarryoverDFlashForCausalLM" if is_known() else "refusal:UnknownVersion"
-    for name in (ARCHITECTURE, DSPARK_ARCHITECTURE, _MISPLACED):
+    for name in ARCHITECTURES:
+        served_by = "model:CarryoverDFlashForCausalLM"
+        if name == GEMMA_ARCHITECTURE:
+            served_by = "gemma:CarryoverGemma4ForCausalLM"
+        if not is_known():
+            served_by = "refusal:UnknownVersion"
         ModelRegistry.register_model(name, f"carryover.serving.{served_by}")
+        if name != ARCHITECTURE:
+            # vLLM's name for it under method dflash: registered too, so that our line refuses it.
+            ModelRegistry.register_model(f"DFlash{name}", f"carryover.serving.{served_by}")

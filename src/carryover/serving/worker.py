@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 
 from carryover.serving.drafter_config import DrafterSettings
-from carryover.serving.plugin import ARCHITECTURE, DSPARK_ARCHITECTURE
+from carryover.serving.plugin import ARCHITECTURES
 from carryover.serving.trace_settings import TraceSettings
 from carryover.serving.versions import require_known
 
@@ -90,6 +90,6 @@ class CarryoverWorker(PlatformWorker):
         if speculative is None or speculative.method not in ("dflash", "dspark"):
             return None
         drafter = speculative.draft_model_config.hf_config
-        if {ARCHITECTURE, DSPARK_ARCHITECTURE}.isdisjoint(drafter.architectures or []):
+        if set(ARCHITECTURES).isdisjoint(drafter.architectures or []):
             return None
         return DrafterSettings.of(drafter)

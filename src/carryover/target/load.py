@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -29,6 +31,21 @@ def load_target(
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a prepared target, with its chat template."""
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def target_ends(folder: Path, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The target's input embedding and head, both [V, H], without loading the rest of it."""
+    ends: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                end = ".".join(name.rsplit(".", 2)[-2:])
+                if end in ("embed_tokens.weight", "lm_head.weight"):
+                    tensor = file.get_tensor(name)
+                    if tuple(tensor.shape) == shape:
+                        ends[end] = tensor
+    embedding = ends["embed_tokens.weight"]
+    return embedding, ends.get("lm_head.weight", embedding)
 
 
 def logit_cap(config: Any) -> float | None:

@@ -111,6 +111,7 @@ class Trainer:
                 layers=wanted.layers,
                 proposals=wanted.proposals,
                 slot_layout=wanted.slot_layout,
+                blocks=wanted.blocks,
                 qk_norm=wanted.qk_norm,
                 draft_vocab_size=None if observed is None else len(observed),
                 markov_rank=wanted.markov_rank if wanted.kind == "markov" else 0,
