@@ -1,12 +1,16 @@
 """The drafter's forward against a dense reference, and what a block may see."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from carryover.drafter import layout
 from carryover.drafter.attention import Visible, block_attention
-from carryover.drafter.model import Carry
-from tests.training.tiny import VOCABULARY, dense_draft, tiny_drafter
+from carryover.drafter.config import DrafterConfig
+from carryover.drafter.initialize import new_config
+from carryover.drafter.model import Carry, Drafter
+from tests.training.tiny import VOCABULARY, dense_draft, tiny_drafter, tiny_target
 
 
 @pytest.mark.parametrize("slot_layout", ["fill_in", "anchor_first"])
@@ -187,3 +191,16 @@ def test_both_kernels_draft_the_same(slot_layout):
         with torch.no_grad():
             drafts.append(drafter(tokens, anchors, features, carry))
     torch.testing.assert_close(drafts[1], drafts[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_base_of_rope_is_the_targets_unless_one_is_given() -> None:
+    target = tiny_target("llama")
+    options: dict[str, Any] = {
+        "feature_layers": [0], "mask_token_id": 5, "layers": 1, "proposals": 4,
+        "slot_layout": "fill_in", "qk_norm": True, "draft_vocab_size": None,
+    }  # fmt: skip
+    own = target.config.rope_parameters["rope_theta"]
+    assert new_config(target, **options).rope_theta == own != 5e5
+    config = new_config(target, **options, rope_theta=5e5)
+    assert Drafter(config).layers[0].self_attn.rotary.theta == 5e5
+    assert DrafterConfig.from_json(config.to_json("float32")) == config

@@ -572,7 +572,14 @@ def test_an_unreachable_hub_is_one_line(recorded: Path, monkeypatch: pytest.Monk
 def test_all_that_the_config_says_otherwise_is_named_at_once(recorded: Path) -> None:
     source, _ = written(recorded, "z-lab")
     path, _ = with_drafter(
-        recorded, "wrong", source, layers=3, proposals=7, vocabulary="observed", qk_norm=False
+        recorded,
+        "wrong",
+        source,
+        layers=3,
+        proposals=7,
+        vocabulary="observed",
+        qk_norm=False,
+        rope_theta=1e4,
     )
     changes = ["targets.tiny.feature_layers=[1, 2]", "targets.tiny.mask_token_id=4"]
     config = load_config(path, [*changes, "benchmark.max_model_len=4096"])
@@ -580,6 +587,7 @@ def test_all_that_the_config_says_otherwise_is_named_at_once(recorded: Path) -> 
         released.run(config, target="tiny", drafter="wrong")
     assert caught.value.fix == (
         "Set drafters.wrong.layers to 2 (now 3), drafters.wrong.proposals to 4 (now 7), "
+        "drafters.wrong.rope_theta to 500000.0 (now 10000.0), "
         "drafters.wrong.qk_norm to true (now false), "
         "drafters.wrong.vocabulary to full (now observed), "
         "targets.tiny.feature_layers to [0, 2] (now [1, 2]), "

@@ -163,6 +163,9 @@ class Drafter(Section):
         description="Transformer blocks: qwen3 | gemma4 (DeepSpec's for Gemma 4; slot_layout "
         "anchor_first, qk_norm true).",
     )
+    rope_theta: Positive | None = Field(
+        default=None, description="Base of the rotary position embeddings; null: the target's."
+    )
     qk_norm: bool = Field(
         default=False,
         description="Normalise queries and keys, as Qwen3 does; false: not, as Llama.",

@@ -25,8 +25,9 @@ def new_config(
     markov_rank: int = 0,
     confidence: bool = False,
     blocks: Any = "qwen3",
+    rope_theta: float | None = None,
 ) -> DrafterConfig:
-    """Drafter shapes: the target's own width, heads and feed-forward size.
+    """Drafter shapes: the target's own width, heads, feed-forward size, and rope base unless given.
 
     Gemma's blocks take them from the target's full-attention layers, whose heads may be others.
     """
@@ -50,7 +51,7 @@ def new_config(
         head_dim=getattr(layer, "head_dim", None) or text.hidden_size // heads,
         intermediate_size=text.intermediate_size,
         rms_norm_eps=text.rms_norm_eps,
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        rope_theta=float(rope_theta or rope.get("rope_theta", 10000.0)),
         max_position_embeddings=text.max_position_embeddings,
         vocab_size=text.vocab_size,
         target_hidden_size=text.hidden_size,

@@ -139,6 +139,8 @@ def _settings(
     yield f"{at}.proposals", wanted.proposals, fields["proposals"]
     yield f"{at}.slot_layout", wanted.slot_layout, fields["slot_layout"]
     yield f"{at}.blocks", wanted.blocks, fields.get("blocks", "qwen3")
+    if wanted.rope_theta is not None:
+        yield f"{at}.rope_theta", wanted.rope_theta, fields["rope_theta"]
     yield f"{at}.qk_norm", wanted.qk_norm, fields["qk_norm"]
     reduced = fields.get("draft_vocab_size") is not None
     yield f"{at}.vocabulary", wanted.vocabulary, "observed" if reduced else "full"

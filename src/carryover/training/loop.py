@@ -112,6 +112,7 @@ class Trainer:
                 proposals=wanted.proposals,
                 slot_layout=wanted.slot_layout,
                 blocks=wanted.blocks,
+                rope_theta=wanted.rope_theta,
                 qk_norm=wanted.qk_norm,
                 draft_vocab_size=None if observed is None else len(observed),
                 markov_rank=wanted.markov_rank if wanted.kind == "markov" else 0,
