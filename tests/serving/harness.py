@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from carryover.serving.plugin import WORKER
 from tests.serving import checkpoints
 from tests.serving.reference import DenseDrafter, DenseTarget
 
@@ -32,10 +33,12 @@ MARKOV_RANK = 16
 ACCEPTED = [3, 7, 0, 5, 1, 6, 2, 4]  # right proposals by round: R runs over 0 .. B
 
 
-def run_script(script: str, arguments: list[str], results: Path, *, v2: bool = False) -> Any:
+def run_script(
+    script: str, arguments: list[str], results: Path, *, v2: bool = False, plugins: bool = True
+) -> Any:
     """Run a script of this folder that writes `results` with torch.save, and read that."""
     command = [sys.executable, str(HERE / script), *arguments, str(results)]
-    environment = ENVIRONMENT | (V2 if v2 else {})
+    environment = ENVIRONMENT | (V2 if v2 else {}) | ({} if plugins else {"VLLM_PLUGINS": ""})
     finished = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=1800
     )
@@ -47,6 +50,23 @@ def run_jobs(folder: Path, jobs: list[dict[str, Any]], *, v2: bool = False) -> l
     """Run jobs of run_engine.py."""
     (folder / "jobs.json").write_text(json.dumps(jobs, default=str))
     return run_script("run_engine.py", [str(folder / "jobs.json")], folder / "results.pt", v2=v2)
+
+
+def engine_arguments(target: Path, drafter: Path, **changes: Any) -> dict[str, Any]:
+    """Of an engine that is started at most; `changes` has whole arguments, and single keys of
+    speculative_config."""
+    arguments = {
+        "model": str(target),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "kv_cache_memory_bytes": 16 << 20,
+        "worker_cls": WORKER,
+    }
+    speculative = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": 7}
+    speculative |= changes.pop("speculative_config", {})
+    return arguments | changes | {"speculative_config": speculative}
 
 
 def random_prompts(seed: int, vocabulary: int, lengths: tuple[int, ...]) -> list[list[int]]:
