@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from tests.serving import checkpoints
-from tests.serving.harness import ACCEPTED, PROMPT_LENGTHS, random_prompts, run_jobs
+from tests.serving.harness import (
+    ACCEPTED,
+    PROMPT_LENGTHS,
+    check_best_tokens,
+    check_lossless,
+    random_prompts,
+    run_jobs,
+)
 from tests.serving.reference import DenseDrafter, DenseTarget
 
 pytestmark = pytest.mark.long
@@ -82,13 +89,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedV2:
 
 def test_autoregressive_output_is_the_dense_targets(served: ServedV2) -> None:
     """The reference of the other runs: this runner without a drafter."""
-    for prompt, output in zip(
-        served.prompts, served.results["autoregressive"]["outputs"], strict=True
-    ):
-        _, logits = served.target(prompt + output)
-        best = logits[len(prompt) - 1 : -1]
-        gap = best.max(dim=1).values - best.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
-        assert gap.max() < 1e-3
+    check_best_tokens(served.target, served.prompts, served.results["autoregressive"]["outputs"])
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -147,14 +148,9 @@ def test_conditions_that_the_parity_claims_to_cover(served: ServedV2) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_greedy_output_is_the_targets(served: ServedV2, name: str) -> None:
-    limit = served.jobs[name].get("llm", {}).get("max_model_len", 1 << 30)
-    for prompt, output, expected in zip(
-        served.prompts,
-        served.results[name]["outputs"],
-        served.results["autoregressive"]["outputs"],
-        strict=True,
-    ):
-        assert output == expected[: min(GENERATED, limit - len(prompt))]
+    outputs = served.results["autoregressive"]["outputs"]
+    reference = dict(zip(map(tuple, served.prompts), outputs, strict=True))
+    check_lossless(served.jobs[name], served.results[name], reference)
 
 
 def test_nothing_is_carried_where_the_block_would_pass_the_length_limit(served: ServedV2) -> None:
