@@ -39,8 +39,9 @@ def run_script(
     """Run a script of this folder that writes `results` with torch.save, and read that."""
     command = [sys.executable, str(HERE / script), *arguments, str(results)]
     environment = ENVIRONMENT | (V2 if v2 else {}) | ({} if plugins else {"VLLM_PLUGINS": ""})
+    # Hours: against a hang only, on a machine that may be busy with other things.
     finished = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=1800
+        command, env=environment, capture_output=True, text=True, timeout=4 * 3600
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
     return torch.load(results)
