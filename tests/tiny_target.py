@@ -28,8 +28,8 @@ TEMPLATE = (
 )
 
 
-def write_tiny_target(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Write the checkpoint and return its folder."""
+def write_tokenizer(folder: Path) -> None:
+    """A token for each byte, after SPECIALS; the first of these ends a sequence."""
     symbols = SPECIALS + sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,6 +41,11 @@ def write_tiny_target(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch
         additional_special_tokens=SPECIALS[1:],
     )
     tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def write_tiny_target(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write the checkpoint and return its folder."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -63,7 +68,7 @@ def write_tiny_target(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch
     model = LlamaForCausalLM(config)
     model.to(dtype)  # type: ignore[arg-type]
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    write_tokenizer(folder)
     return folder
 
 

@@ -10,6 +10,7 @@ A job (keys, all but the first optional):
     worker            false: leave out worker_cls
     prompts           lists of token ids
     sampling          arguments of vllm.SamplingParams
+    grammars          a regular expression a prompt, or null, that its output has to match
     continue_from     index of an earlier job that generated the true continuations; proposals
     accepted          are then edited such that accepted[k] of them are right in a request's round k
     record            keep every round's states
@@ -36,6 +37,7 @@ os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from carryover.errors import CarryoverError
 from carryover.serving.plugin import WORKER
@@ -270,9 +272,14 @@ def run(job: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
         recorder = watcher(llm, job, continuations)
     if job.get("unsalted"):
         runner.speculator._salt_seeds = lambda requests: None
-    sampling = SamplingParams(
-        **({"temperature": 0, "max_tokens": 40, "detokenize": False} | job.get("sampling", {}))
-    )
+    settings = {"temperature": 0, "max_tokens": 40, "detokenize": False} | job.get("sampling", {})
+    sampling = [
+        SamplingParams(
+            **settings,
+            structured_outputs=None if regex is None else StructuredOutputsParams(regex=regex),
+        )
+        for regex in job.get("grammars", [None] * len(job["prompts"]))
+    ]
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}

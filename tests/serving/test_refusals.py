@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from carryover.serving.plugin import WORKER
 from tests.serving import checkpoints
-from tests.serving.harness import run_script
+from tests.serving.harness import check_refused, run_refusals
 
 FIELD = {"enabled": True, "slot_layout": "fill_in"}
 DFLASH = {"mask_token_id": checkpoints.MASK, "target_layer_ids": checkpoints.FEATURE_LAYERS}
@@ -143,7 +141,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ["d2t", "vocabulary"],
     ),
 }
-ALLOWED = {
+ALLOWED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "carryover": ({}, {}),
     "baseline without our worker": ({"enabled": False}, {"worker_cls": "auto"}),
     "fewer proposals than trained": ({"proposals": 9}, {}),
@@ -168,40 +166,13 @@ ALLOWED = {
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    folder: Path = tmp_path_factory.mktemp("refusals")
-    target = checkpoints.write_target(folder / "target", seed=0)
-    cases = []
-    everything = CASES | {name: (*arguments, []) for name, arguments in ALLOWED.items()}
-    for index, (drafter, engine, _) in enumerate(everything.values()):
-        path = checkpoints.write_drafter(folder / f"drafter-{index}", seed=1, **drafter)
-        arguments = {
-            "model": str(target),
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 128,
-            "kv_cache_memory_bytes": 16 << 20,
-            "worker_cls": WORKER,
-            "speculative_config": {
-                "method": "dflash",
-                "model": str(path),
-                "num_speculative_tokens": 7,
-            },
-        } | engine
-        case = {name: arguments.pop(name) for name in ("pretend_known",) if name in arguments}
-        cases.append(case | {"start": arguments.pop("start", False), "engine": arguments})
-    (folder / "cases.json").write_text(json.dumps(cases))
-    results = run_script("refusals.py", [str(folder / "cases.json")], folder / "results.pt")
-    return dict(zip(everything, results, strict=True))
+    everything = {name: (drafter, engine) for name, (drafter, engine, _) in CASES.items()}
+    return run_refusals(tmp_path_factory.mktemp("refusals"), everything | ALLOWED)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_refused(refused: dict[str, str | None], name: str) -> None:
-    line = refused[name]
-    assert line is not None
-    assert "\n" not in line
-    for part in CASES[name][2]:
-        assert part in line
+    check_refused(refused[name], CASES[name][2])
 
 
 @pytest.mark.parametrize("name", ALLOWED)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 
 from tests.serving import checkpoints
-from tests.serving.harness import ACCEPTED, PROMPT_LENGTHS, random_prompts, run_jobs
+from tests.serving.harness import (
+    ACCEPTED,
+    PROMPT_LENGTHS,
+    check_best_tokens,
+    check_lossless,
+    random_prompts,
+    run_jobs,
+)
 from tests.serving.reference import DenseDrafter, DenseTarget
+from tests.tiny_target import SPECIALS, write_tokenizer
 
 pytestmark = pytest.mark.long
 
@@ -30,10 +40,14 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 WITHOUT_WORKER = ("dflash, baseline", "dspark, Markov, baseline")
 PREEMPTED, LIMITED = "preempted", "own proposals, to the length limit"
-EDITED = [*DRAFTERS, PREEMPTED]
-ALL = [*EDITED, LIMITED]
+CACHED = "own proposals, behind a cached prefix"
+GRAMMAR = {"dflash, grammar": "dflash, carryover", "dspark, grammar": "dspark, Markov, carryover"}
+EDITED = [*DRAFTERS, PREEMPTED, *GRAMMAR]
+ALL = [*EDITED, LIMITED, CACHED]
 GENERATED = 48
 LIMIT = 96
+# Of some requests of a batch. An output ends where its grammar does, within a block.
+REGEXES = ["([a-m][0-9]){40}", None, "[b-k]{20}", "(x|yz){20}", None, "[0-9]{3}(-[0-9]{3}){5}"]
 
 
 class ServedV2:
@@ -46,18 +60,30 @@ class ServedV2:
             name: checkpoints.write_drafter(folder / f"drafter-{index}", seed=1, **settings)
             for index, (name, settings) in enumerate(DRAFTERS.items())
         }
+        write_tokenizer(target)  # read where there is a grammar
+        # They find their prefix cached, of a request that has ended.
+        later = [[*self.prompts[1], 9, 8, 7], self.prompts[1][:66]]
         base = {"target": target, "prompts": self.prompts, "sampling": {"max_tokens": GENERATED}}
         edited = {"continue_from": 0, "accepted": ACCEPTED}
+        grammar = base | {"grammars": REGEXES, "llm": {"skip_tokenizer_init": False}}
+        longer = {"sampling": {"max_tokens": GENERATED + 32}}
         jobs: dict[str, dict[str, Any]] = {
-            "autoregressive": base | {"sampling": {"max_tokens": GENERATED + 32}}
+            "autoregressive": base | longer | {"prompts": [*self.prompts, *later]},
+            "autoregressive, grammar": grammar | longer,
         }
         for name, drafter in folders.items():
             jobs[name] = base | edited | _served(name, drafter)
+        for name, without in GRAMMAR.items():
+            folders[name] = folders[without]
+            jobs[name] = grammar | edited | _served(without, folders[without])
+            jobs[name] |= {"continue_from": 1}
         markov = "dspark, Markov, carryover"
-        folders |= dict.fromkeys((PREEMPTED, LIMITED), folders[markov])
+        folders |= dict.fromkeys((PREEMPTED, LIMITED, CACHED), folders[markov])
         again = base | _served(markov, folders[markov])
         jobs[PREEMPTED] = again | edited | {"llm": {"num_gpu_blocks_override": 9}}
         jobs[LIMITED] = again | {"record": True, "llm": {"max_model_len": LIMIT}}
+        jobs[CACHED] = again | {"record": True, "llm": {"enable_prefix_caching": True}}
+        jobs[CACHED] |= {"prompts": [*self.prompts[:4], *later]}
         self.jobs = jobs
         results = run_jobs(folder, list(jobs.values()), v2=True)
         self.results = dict(zip(jobs, results, strict=True))
@@ -82,19 +108,28 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedV2:
 
 def test_autoregressive_output_is_the_dense_targets(served: ServedV2) -> None:
     """The reference of the other runs: this runner without a drafter."""
-    for prompt, output in zip(
-        served.prompts, served.results["autoregressive"]["outputs"], strict=True
-    ):
-        _, logits = served.target(prompt + output)
-        best = logits[len(prompt) - 1 : -1]
-        gap = best.max(dim=1).values - best.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
-        assert gap.max() < 1e-3
+    name = "autoregressive"
+    check_best_tokens(served.target, served.jobs[name]["prompts"], served.results[name]["outputs"])
+
+
+def test_outputs_with_a_grammar_match_it(served: ServedV2) -> None:
+    """The reference of the runs with a grammar: this runner without a drafter."""
+    symbols = SPECIALS + sorted(ByteLevel.alphabet())
+    free = served.results["autoregressive"]["outputs"][: len(REGEXES)]
+    outputs = served.results["autoregressive, grammar"]["outputs"]
+    for regex, output, without in zip(REGEXES, outputs, free, strict=True):
+        if regex is None:
+            assert output == without[: len(output)]
+        else:
+            assert output != without[: len(output)]
+            text = "".join(symbols[token] for token in output)
+            assert re.fullmatch(regex, text.removesuffix(SPECIALS[0]))
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_states_and_proposals_of_every_round(served: ServedV2, name: str) -> None:
     drafter = served.drafters[name]
-    known = [list(prompt) for prompt in served.prompts]
+    known = [list(prompt) for prompt in served.jobs[name]["prompts"]]
     rounds = served.results[name]["rounds"]
     assert len(rounds) > 40
     limit = served.jobs[name].get("llm", {}).get("max_model_len", 1 << 30)
@@ -143,18 +178,17 @@ def test_conditions_that_the_parity_claims_to_cover(served: ServedV2) -> None:
         first = next(event for event in rounds if event["request"] == 1)
         assert first["anchor_position"] < PROMPT_LENGTHS[1]  # prefilled in chunks
     assert served.results[PREEMPTED]["preemptions"] > 0
+    for request in (4, 5):  # starts behind a cached prefix
+        first = next(e for e in served.results[CACHED]["rounds"] if e["request"] == request)
+        assert first["anchor_position"] - len(first["verified"]) >= 32
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_greedy_output_is_the_targets(served: ServedV2, name: str) -> None:
-    limit = served.jobs[name].get("llm", {}).get("max_model_len", 1 << 30)
-    for prompt, output, expected in zip(
-        served.prompts,
-        served.results[name]["outputs"],
-        served.results["autoregressive"]["outputs"],
-        strict=True,
-    ):
-        assert output == expected[: min(GENERATED, limit - len(prompt))]
+    source = "autoregressive, grammar" if name in GRAMMAR else "autoregressive"
+    prompts, outputs = served.jobs[source]["prompts"], served.results[source]["outputs"]
+    reference = dict(zip(map(tuple, prompts), outputs, strict=True))
+    check_lossless(served.jobs[name], served.results[name], reference)
 
 
 def test_nothing_is_carried_where_the_block_would_pass_the_length_limit(served: ServedV2) -> None:

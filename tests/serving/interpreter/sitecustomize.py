@@ -11,7 +11,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import triton.language as tl
     from triton.backends import Backend, backends
     from triton.language.extra import libdevice
-    from triton.runtime.interpreter import InterpreterBuilder
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
     class InterpreterDriver:
         @staticmethod
@@ -29,5 +30,21 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         return stock_store(self, pointers, value, mask, cache_policy)
 
     InterpreterBuilder.create_masked_store = store
+
+    stock_call = InterpretedFunction.__call__
+
+    def call(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        """For speed. At each call of a device function the interpreter puts its operations into
+        triton.language, which takes a millisecond, though it has just done so for the kernel that
+        calls; only functions that read another module, triton.language.core, can need it."""
+        if any(value is tl.core for value in self.fn.__globals__.values()):
+            return stock_call(self, *args, **kwargs)
+        return self.rewrite()(*args, **kwargs)
+
+    InterpretedFunction.__call__ = call
+    # For speed: checks of integer overflow, of which nothing but the debug mode reads the result.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
     # A device's own function, of which the interpreter has only the name.
     libdevice.log1p = lambda x: tl.log(1.0 + x)
