@@ -81,6 +81,23 @@ def ratio(top: Sequence[float], bottom: Sequence[float], seed: int) -> dict[str,
     }
 
 
+def median_ratio(top: Sequence[float], bottom: Sequence[float], seed: int) -> dict[str, float]:
+    """Median of top / bottom over rounds with a 95 % interval: a percentile bootstrap over rounds.
+
+    For rounds of milliseconds: one that was interrupted would outweigh many in `ratio`'s sums.
+    """
+    ratios = np.asarray(top) / np.asarray(bottom)
+    generator = np.random.default_rng(seed)
+    draws = np.median(generator.choice(ratios, size=(BOOTSTRAP_SAMPLES, len(ratios))), axis=1)
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return {
+        "ratio": round(float(np.median(ratios)), 3),
+        "low": round(float(low), 3),
+        "high": round(float(high), 3),
+        "rounds": len(ratios),
+    }
+
+
 def matrix_products(
     dtype: torch.dtype, device: str, square: int, shape: Shape
 ) -> dict[str, tuple[Callable[[], Any], int]]:

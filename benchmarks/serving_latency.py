@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import Report, arguments, ratio, summary
+from benchmarks.measure import Report, arguments, median_ratio, summary
 from benchmarks.shapes import SMOLLM2_135M, TINY, Shape, random_drafter, random_target
 from carryover.config.precision import resolve
 from carryover.drafter.checkpoint import save_drafter
@@ -130,7 +130,7 @@ def measure(shape: Shape, dtype: str, rounds: int, seed: int) -> dict[str, Any]:
             on = [r["seconds"] for r in whole if r["carries"]][:rounds]
             off = [r["seconds"] for r in whole if not r["carries"]][:rounds]
             found[str(requests)] = {
-                "carry_over_without": ratio(on, off, seed),
+                "carry_over_without": median_ratio(on, off, seed),
                 "carry": summary(on),
                 "without": summary(off),
             }

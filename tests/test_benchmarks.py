@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import flops
-from benchmarks.measure import in_turn, ratio
+from benchmarks.measure import in_turn, median_ratio, ratio
 from benchmarks.shapes import TINY, random_batch, random_drafter, random_target
 from carryover.training.dvd import Blocks
 from carryover.training.objective import draft_loss, label
@@ -91,6 +91,13 @@ def test_ratio_is_of_sums_and_its_interval_is_paired() -> None:
     assert result["ratio"] == result["low"] == result["high"] == 2.0
     spread = ratio([1.0, 3.0], [1.0, 1.0], seed=0)
     assert (spread["low"], spread["ratio"], spread["high"]) == (1.0, 2.0, 3.0)
+
+
+def test_median_ratio_is_of_pairs_and_one_interruption_changes_little() -> None:
+    bottom = [1.0, 2.0, 3.0, 4.0, 5.0]
+    top = [1.1, 2.2, 300.0, 4.4, 5.5]
+    result = median_ratio(top, bottom, seed=0)
+    assert result["ratio"] == result["low"] == 1.1 and result["rounds"] == 5
 
 
 @pytest.mark.parametrize("carried", [False, True])

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Gemma4TextConfig
 
 from carryover import responses, target
 from carryover.artifacts import read_manifest
@@ -151,3 +152,21 @@ def test_an_engine_that_cannot_start_is_one_line_with_its_log(tmp_path: Path) ->
     log = Path(caught.value.fix.removeprefix("See ").rstrip("."))
     assert "Traceback" in log.read_text()
     assert not list(Paths(config).responses("tiny").glob("shard-*"))
+
+
+def test_kv_cache_counts_the_heads_of_every_layer(tmp_path: Path) -> None:
+    config = Gemma4TextConfig(
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        head_dim=8,
+        global_head_dim=16,
+        num_key_value_heads=4,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+    )
+    config.save_pretrained(tmp_path)
+    size = responses.kv_cache_bytes(
+        tmp_path, "bfloat16", longest=100, sequences=3, max_model_len=128
+    )
+    # A block for each sequence and vLLM's own, of 128 tokens; K and V of 4 x 8, 16 and 16 numbers.
+    assert size == (1 + 3) * 128 * 2 * (32 + 16 + 16) * 2

@@ -251,9 +251,11 @@ def kv_cache_bytes(
     At least one sequence of `max_model_len` tokens, without which vLLM refuses to start.
     """
     config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim  # K and V
+    numbers = 0
+    for layer in config.per_layer_config:  # Gemma 4's layers differ in their heads
+        head_dim = getattr(layer, "head_dim", None)
+        head_dim = head_dim or layer.hidden_size // layer.num_attention_heads
+        numbers += 2 * layer.num_key_value_heads * head_dim  # K and V
 
     def blocks(tokens: int) -> int:
         return -(-tokens // _KV_BLOCK)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 
 from carryover.serving.plugin import WORKER
 from tests.serving import checkpoints
 from tests.serving.reference import DenseDrafter, DenseTarget
+from tests.tiny_target import SPECIALS, write_tokenizer
 
 HERE = Path(__file__).parent
 # One thread: the models are tiny, and OpenMP threads that wait for each other cost far more.
@@ -30,6 +33,8 @@ V2 = {
 PROMPT_LENGTHS = (5, 70, 23, 3, 41, 11)  # 70 is prefilled in two chunks (48 tokens a step)
 GENERATED = 48
 MARKOV_RANK = 16
+# Of some requests of a batch. An output ends where its grammar does, within a block.
+REGEXES = ["([a-m][0-9]){40}", None, "[b-k]{20}", "(x|yz){20}", None, "[0-9]{3}(-[0-9]{3}){5}"]
 ACCEPTED = [3, 7, 0, 5, 1, 6, 2, 4]  # right proposals by round: R runs over 0 .. B
 
 
@@ -123,6 +128,18 @@ def check_lossless(job: dict[str, Any], result: dict[str, Any], reference: dict[
         assert output == reference[tuple(prompt)][: min(tokens, limit - len(prompt))]
 
 
+def check_grammars(free: list[list[int]], outputs: list[list[int]]) -> None:
+    """Outputs of REGEXES' requests match them, and were others without; the rest is as without."""
+    symbols = SPECIALS + sorted(ByteLevel.alphabet())
+    for regex, output, without in zip(REGEXES, outputs, free[: len(REGEXES)], strict=True):
+        if regex is None:
+            assert output == without[: len(output)]
+        else:
+            assert output != without[: len(output)]
+            text = "".join(symbols[token] for token in output)
+            assert re.fullmatch(regex, text.removesuffix(SPECIALS[0]))
+
+
 def random_prompts(seed: int, vocabulary: int, lengths: tuple[int, ...]) -> list[list[int]]:
     numbers = random.Random(seed)
     return [[numbers.randrange(1, vocabulary - 1) for _ in range(n)] for n in lengths]
@@ -153,6 +170,7 @@ class Served:
             name: checkpoints.write_drafter(folder / f"drafter-{index}", seed=1, **settings)
             for index, (name, settings) in enumerate(drafters.items())
         }
+        write_tokenizer(target)  # read where there is a grammar
         base = {"target": target, "prompts": self.prompts, "sampling": {"max_tokens": GENERATED}}
         edited = base | {"continue_from": 0, "accepted": ACCEPTED}
         long = {"max_tokens": 2 * GENERATED + 32}
@@ -163,8 +181,13 @@ class Served:
             jobs[name] = edited | {"drafter": drafter, "worker": worker}
             if name in ("carryover", "baseline"):  # the same weights
                 jobs[name] |= {"watch_kv": True, "llm": {"kv_cache_memory_bytes": 8 << 20}}
+        grammar = {"grammars": REGEXES, "llm": {"skip_tokenizer_init": False}}
+        source = len(jobs)
+        jobs["autoregressive, grammar"] = jobs["autoregressive"] | grammar
+        jobs["grammar"] = jobs["carryover"] | {"watch_kv": False, "continue_from": source} | grammar
         carryover = folders["carryover"]
-        folders |= dict.fromkeys(("preempted", "prefix caching", "own proposals"), carryover)
+        again = ("grammar", "preempted", "prefix caching", "own proposals")
+        folders |= dict.fromkeys(again, carryover)
         jobs["preempted"] = edited | {
             "drafter": carryover,
             "sampling": {"max_tokens": 2 * GENERATED},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.serving.harness import Served, check_best_tokens, check_lossless
+from tests.serving.harness import Served, check_best_tokens, check_grammars, check_lossless
 
 
 @pytest.mark.parametrize(
@@ -20,10 +20,12 @@ from tests.serving.harness import Served, check_best_tokens, check_lossless
         "own proposals",
         # One request ends at max_model_len; drafting stops for the whole batch, and goes on.
         "length limit",
+        "grammar",
     ],
 )
 def test_greedy_output_is_the_targets(served: Served, name: str) -> None:
-    outputs = served.results["autoregressive"]["outputs"]
+    source = "autoregressive, grammar" if name == "grammar" else "autoregressive"
+    outputs = served.results[source]["outputs"]
     reference = dict(zip(map(tuple, served.prompts), outputs, strict=True))
     check_lossless(served.jobs[name], served.results[name], reference)
 
@@ -44,3 +46,14 @@ def test_nothing_is_carried_from_a_step_without_proposals(served: Served) -> Non
     zeros = [e for e in rounds if len(e["verified"]) == 8 and set(e["verified"][1:]) == {0}]
     assert zeros
     assert all(event["carried"] == 0 for event in zeros)
+
+
+def test_a_grammar_is_kept_and_rejected_rows_are_carried(served: Served) -> None:
+    free = served.results["autoregressive"]["outputs"]
+    check_grammars(free, served.results["autoregressive, grammar"]["outputs"])
+    result = served.results["grammar"]
+    assert 0 < result["accepted"] < result["drafts"] * 7
+    # A cut draft is shorter; what is rejected of it is carried as of any other.
+    assert any(1 < len(event["verified"]) < 8 for event in result["rounds"])
+    assert all(event["carried"] == len(event["rejected"]) for event in result["rounds"])
+    assert any(event["carried"] for event in result["rounds"])

@@ -52,7 +52,7 @@ def dense_round(served: Served, name: str, event: dict[str, Any], ids: list[int]
     )
 
 
-@pytest.mark.parametrize("name", [*EDITED, "prefix caching", "own proposals"])
+@pytest.mark.parametrize("name", [*EDITED, "prefix caching", "own proposals", "grammar"])
 def test_states_and_proposals_of_every_round(served: Served, name: str) -> None:
     rounds = served.results[name]["rounds"]
     assert len(rounds) > 40

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.long
 UNKNOWN = "Model architectures ['DFlashCarryoverDraftModel'] are not supported"
 # K3's class reads its own keys of config.json first.
 OTHER = "'Qwen3Config' object has no attribute 'target_hidden_size'"
+OTHER_GEMMA = "'Gemma4TextConfig' object has no attribute 'target_hidden_size'"
 ANCHOR_FIRST = {"slot_layout": "anchor_first"}
 # name -> (keys of DrafterConfig, vLLM's method, what it stops with)
 CASES: dict[str, tuple[dict[str, Any], str, str | None]] = {
@@ -44,6 +45,16 @@ CASES: dict[str, tuple[dict[str, Any], str, str | None]] = {
         ANCHOR_FIRST | {"markov_rank": 8, "qk_norm": False},
         "dspark",
         OTHER,
+    ),
+    "dspark, Markov, capped": (
+        ANCHOR_FIRST | {"markov_rank": 8, "final_logit_softcapping": 30.0},
+        "dspark",
+        OTHER,
+    ),
+    "dspark, Markov, Gemma's blocks, carry": (
+        ANCHOR_FIRST | {"markov_rank": 8, "blocks": "gemma4", "carry": True},
+        "dspark",
+        OTHER_GEMMA,
     ),
     "dspark, Markov": (ANCHOR_FIRST | {"markov_rank": 8}, "dspark", None),
 }

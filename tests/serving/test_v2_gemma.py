@@ -63,12 +63,10 @@ def write_ours(
     source: Path,
     *,
     carry: bool = False,
-    rank: int = write.RANK,
     drafted: int | None = None,
     copies: bool = False,
 ) -> tuple[Path, Drafter]:
     """What we read in `source`, and its export; copies: with those that vLLM's own class needs."""
-    del rank
     found = formats.read(source)
     settings = DrafterConfig(target_hidden_size=write.HIDDEN, **found.fields)
     tensors, observed, head = dict(found.tensors), None, None
@@ -125,7 +123,9 @@ class ServedGemma:
         }
         made = {
             name: write_ours(
-                folder / f"drafter-{index}", sources[options.get("rank", write.RANK)], **options
+                folder / f"drafter-{index}",
+                sources[options.get("rank", write.RANK)],
+                **{key: value for key, value in options.items() if key != "rank"},
             )
             for index, (name, options) in enumerate(DRAFTERS.items())
         }

@@ -268,6 +268,17 @@ def test_a_new_drafter_has_the_shapes_of_the_targets_full_attention_layers() -> 
     assert (plain.partial_rotary_factor, plain.final_logit_softcapping) == (1.0, None)
 
 
+def test_qwens_blocks_for_a_target_whose_layers_differ() -> None:
+    options: dict[str, Any] = {
+        "feature_layers": [0, 1], "mask_token_id": 5, "layers": 2, "proposals": 4,
+        "slot_layout": "fill_in", "qk_norm": True, "draft_vocab_size": None,
+    }  # fmt: skip
+    config = new_config(tiny_target("gemma4"), **options)
+    assert (config.blocks, config.head_dim, config.num_key_value_heads) == ("qwen3", 16, 2)
+    assert (config.rope_theta, config.partial_rotary_factor) == (1e6, 1.0)
+    assert config.final_logit_softcapping == CAP
+
+
 def test_config_keys_that_gemmas_blocks_do_not_go_with() -> None:
     gemma = ["drafters.DFlash.blocks=gemma4", "drafters.DFlash.kind=markov"]
     with pytest.raises(CarryoverError) as caught:

@@ -66,8 +66,8 @@ class DrafterConfig:
     def architectures(self) -> list[str]:
         """vLLM takes the first that it knows. Its own class may stand in only where it would serve
         the drafter rightly: it knows neither carry nor a lack of q/k norms, its DFlash has no
-        Markov head, and its Qwen3DSparkModel caps no logits (the best token is the same all the
-        same, but for a Markov head). Its Gemma4DSparkModel needs a Markov head and the target's
+        Markov head, and its Qwen3DSparkModel caps no logits (without a Markov head the cap does
+        not change which token is best). Its Gemma4DSparkModel needs a Markov head and the target's
         whole vocabulary."""
         plain = self.qk_norm and not self.carry
         if self.blocks == "gemma4":

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from carryover.drafter.config import DrafterConfig
+from carryover.drafter.config import BlockKind, DrafterConfig
 from carryover.drafter.model import Drafter
 from carryover.errors import CarryoverError
 from carryover.target.load import decoder_of, logit_cap
@@ -24,25 +24,23 @@ def new_config(
     draft_vocab_size: int | None,
     markov_rank: int = 0,
     confidence: bool = False,
-    blocks: Any = "qwen3",
+    blocks: BlockKind = "qwen3",
     rope_theta: float | None = None,
 ) -> DrafterConfig:
     """Drafter shapes: the target's own width, heads, feed-forward size, and rope base unless given.
 
-    Gemma's blocks take them from the target's full-attention layers, whose heads may be others.
+    Where the target's layers differ in their heads (Gemma 4), those of full attention count.
     """
     text = target.config.get_text_config()
-    heads, layer = text.num_attention_heads, text
+    heads, kinds = text.num_attention_heads, getattr(text, "layer_types", None) or []
+    last = len(kinds) - 1 - kinds[::-1].index("full_attention") if "full_attention" in kinds else -1
+    layer = text.per_layer_config[last]
     rope = getattr(text, "rope_parameters", None) or {}
     # Families with one rope per layer type keep a dict of them.
     rope = rope.get("full_attention", rope)
     rotating = 1.0
-    if blocks == "gemma4":
-        kinds = getattr(text, "layer_types", None) or []
-        if "full_attention" in kinds:
-            layer = text.per_layer_config[kinds.index("full_attention")]
-        if rope.get("rope_type") == "proportional":
-            rotating = float(rope.get("partial_rotary_factor", 1.0))
+    if blocks == "gemma4" and rope.get("rope_type") == "proportional":
+        rotating = float(rope.get("partial_rotary_factor", 1.0))
     return DrafterConfig(
         hidden_size=text.hidden_size,
         num_hidden_layers=layers,

@@ -18,16 +18,16 @@ def carried_counts(
 ) -> torch.Tensor:
     """How many rows each request carries: its rejected proposals, or none.
 
-    None where the proposals were placeholders, whose states mean nothing: vLLM schedules -1 (cut by
-    a grammar) or only zeros (the drafter was skipped in the step before).
+    None where all proposals are placeholders, whose states mean nothing: vLLM schedules zeros where
+    it skipped the drafter in the step before, and -1 for a request that has just joined.
 
     Args:
         num_rejected: [requests] int, proposals rejected in this step; more than were verified for
             a request whose step is discarded.
         draft_ends: [requests] int, proposals verified in this step up to and with each request
-            (0 for prefill).
+            (of one without proposals: as of the one before).
         draft_token_ids: [draft_ends[-1]] int, the proposals, request after request.
-        proposals: the most that a request has.
+        proposals: how many a request has at most.
 
     Returns:
         [requests], dtype of `num_rejected`.
@@ -38,15 +38,12 @@ def carried_counts(
         # All have the same number, as between prefills: a few operations less, which on CPU are
         # most of what carrying costs.
         verified = proposals
-        lowest, highest = draft_token_ids.view(requests, proposals).aminmax(dim=1)
+        highest = draft_token_ids.view(requests, proposals).amax(dim=1)
     else:
         verified = torch.diff(draft_ends, prepend=draft_ends.new_zeros(1))
-        owner = owners(draft_ends, total)
-        lowest = draft_token_ids.new_zeros(requests)
-        highest = lowest.clone()
-        lowest.scatter_reduce_(0, owner, draft_token_ids, "amin")
-        highest.scatter_reduce_(0, owner, draft_token_ids, "amax")
-    return num_rejected * ((lowest >= 0) & (highest > 0) & (num_rejected <= verified))
+        highest = draft_token_ids.new_zeros(requests)
+        highest.scatter_reduce_(0, owners(draft_ends, total), draft_token_ids, "amax")
+    return num_rejected * ((highest > 0) & (num_rejected <= verified))
 
 
 def carried_rows(
@@ -55,23 +52,21 @@ def carried_rows(
     """Mask of the rows to carry: the last `carried[i]` rows of request i.
 
     Args:
-        query_start_loc: [requests + 1] int, first row of each request, then the number of rows.
+        query_start_loc: [requests + 1] int, first row of each request, then `num_rows`.
         carried: [requests] int.
         num_rows: rows of the step.
         longest: rows of the request that has most.
 
     Returns:
-        [num_rows] bool.
+        [num_rows, 1] bool.
     """
     requests = carried.shape[0]
     if num_rows == requests * longest:
         rows = torch.arange(longest, device=carried.device)
-        return (rows >= (longest - carried).unsqueeze(1)).flatten()
+        return (rows >= (longest - carried).unsqueeze(1)).view(-1, 1)
+    ends = query_start_loc[1 : requests + 1]
     rows = torch.arange(num_rows, device=carried.device)
-    ends = query_start_loc[1:]
-    # Rows after the last request's, where vLLM has padded them, count as its.
-    owner = owners(ends, num_rows).clamp_(max=requests - 1)
-    return rows >= (ends - carried)[owner]
+    return (rows >= (ends - carried)[owners(ends, num_rows)]).unsqueeze(1)
 
 
 def owners(ends: torch.Tensor, num_rows: int) -> torch.Tensor:

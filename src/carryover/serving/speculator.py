@@ -137,7 +137,7 @@ class CarryoverDFlashSpeculator(DFlashSpeculator):
         longest = int(input_batch.num_scheduled_tokens.max())
         mask = carried_rows(starts, self._carried, input_batch.num_tokens, longest)
         shift: Any = self.model.carry_shift
-        self.hidden_states[: input_batch.num_tokens] += mask.unsqueeze(1) * shift
+        self.hidden_states[: input_batch.num_tokens] += mask * shift
 
     def _prepare_eplb_forward(self, num_unpadded_tokens: int) -> None:
         """The last thing that the stock `propose` calls before the forward, eager or a graph."""
