@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Report, arguments, in_turn, ratio, summary
+from benchmarks.measure import Report, arguments, in_turn, positive, ratio, summary
 from benchmarks.shapes import QWEN3_4B, TINY, Shape
 from benchmarks.steps import Steps, measure, peak_gib
 from carryover.drafter.attention import Kernel, Visible, block_attention
@@ -81,7 +81,7 @@ def attention(
 
 def main() -> None:
     parser = arguments("gpu_training", __doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=positive, default=5)
     chosen = parser.parse_args()
     if not chosen.tiny and not torch.cuda.is_available():
         parser.error("no CUDA device: only --tiny runs here")

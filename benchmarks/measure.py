@@ -33,6 +33,13 @@ def arguments(name: str, about: str) -> argparse.ArgumentParser:
     return parser
 
 
+def positive(text: str) -> int:
+    """A number of rounds, for argparse."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, found {text}")
+    return int(text)
+
+
 def in_turn(
     steps: Mapping[str, Callable[[], Any]], rounds: int, device: str = "cpu"
 ) -> dict[str, list[float]]:

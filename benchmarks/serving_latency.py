@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import Report, arguments, median_ratio, summary
+from benchmarks.measure import Report, arguments, median_ratio, positive, summary
 from benchmarks.shapes import SMOLLM2_135M, TINY, Shape, random_drafter, random_target
 from carryover.config.precision import resolve
 from carryover.drafter.checkpoint import save_drafter
@@ -139,7 +139,7 @@ def measure(shape: Shape, dtype: str, rounds: int, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = arguments("serving_latency", __doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=400, help="pairs at each batch size")
+    parser.add_argument("--rounds", type=positive, default=400, help="pairs at each batch size")
     chosen = parser.parse_args()
     environment = vllm_environment()
     if any(os.environ.get(name) != value for name, value in environment.items()):

@@ -20,7 +20,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.measure import Report, arguments, ratio, summary
+from benchmarks.measure import Report, arguments, positive, ratio, summary
 from benchmarks.shapes import SMOLLM2_135M
 from carryover import features, target
 from carryover.config import load_config
@@ -105,7 +105,7 @@ def train(base: Path, ranks: int, cores: int) -> list[float]:
 
 def main() -> None:
     parser = arguments("training_ranks", __doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each setting")
+    parser.add_argument("--rounds", type=positive, default=2, help="runs of each setting")
     chosen = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         parser.error("needs two cores")

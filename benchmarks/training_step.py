@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import Report, arguments, in_turn, ratio, summary
+from benchmarks.measure import Report, arguments, in_turn, positive, ratio, summary
 from benchmarks.shapes import SMOLLM2_135M, TINY, Shape, random_batch, random_drafter, random_target
 from benchmarks.steps import Steps, forward_backward, measure
 from carryover.config.precision import resolve
@@ -121,7 +121,7 @@ def attentions(
 
 def main() -> None:
     parser = arguments("training_step", __doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=positive, default=6)
     parser.add_argument("--dtype", default=resolve("auto"), choices=("bfloat16", "float32"))
     chosen = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -140,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CarryoverError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
-        print("interrupted: run the same command again to resume", file=sys.stderr)
+        if options.command in STAGES:
+            print("interrupted: run the same command again to resume", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

@@ -60,7 +60,7 @@ def run_jobs(folder: Path, jobs: list[dict[str, Any]], *, v2: bool = False) -> l
 
 def engine_arguments(target: Path, drafter: Path, **changes: Any) -> dict[str, Any]:
     """Of an engine that is started at most; `changes` has whole arguments, and single keys of
-    speculative_config."""
+    speculative_config (None: without a drafter)."""
     arguments = {
         "model": str(target),
         "skip_tokenizer_init": True,
@@ -71,8 +71,10 @@ def engine_arguments(target: Path, drafter: Path, **changes: Any) -> dict[str, A
         "worker_cls": WORKER,
     }
     speculative = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": 7}
-    speculative |= changes.pop("speculative_config", {})
-    return arguments | changes | {"speculative_config": speculative}
+    further = changes.pop("speculative_config", {})
+    if further is None:
+        return arguments | changes
+    return arguments | changes | {"speculative_config": speculative | further}
 
 
 def run_refusals(

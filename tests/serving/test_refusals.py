@@ -99,6 +99,30 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"additional_config": {"carryover_trace": "trace"}},
         ["carryover_trace", '{"folder": "DIR"'],
     ),
+    "a trace into no folder": (
+        {},
+        {"additional_config": {"carryover_trace": {"folder": ""}}},
+        ["carryover_trace", '{"folder": "DIR"'],
+    ),
+    "a trace by another name": (
+        {},
+        {"additional_config": {"carryover_tracing": {"folder": "trace"}}},
+        ["carryover_tracing", "`carryover_trace`"],
+    ),
+    "a trace into a file": (
+        {},
+        {"start": True, "additional_config": {"carryover_trace": {"folder": __file__}}},
+        ["carryover_trace", "cannot be made", "Name one that can be written"],
+    ),
+    "a trace without a drafter": (
+        {},
+        {
+            "start": True,
+            "additional_config": {"carryover_trace": {"folder": "trace"}},
+            "speculative_config": None,
+        },
+        ["carryover_trace", "no carryover drafter is served"],
+    ),
     "markov_rank not a number": ({"config": {"markov_rank": "256"}}, {}, ["markov_rank", "'256'"]),
     "another kind of Markov head": (
         {"markov_rank": 16, "config": {"markov_head_type": "gated"}},

@@ -373,8 +373,66 @@ def test_a_damaged_file_is_named(tmp_path: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(
+            ("rope_parameters", {"rope_type": "default", "rope_theta": theta})
+            for theta in (0, -1, 1e999, True, "1e6", [])
+        ),
+        ("rope_parameters", {"rope_type": [], "rope_theta": 1e6}),
+        *(("rms_norm_eps", v) for v in (0, -1, 7, float("nan"))),
+        *((name, v) for name in ("head_dim", "intermediate_size") for v in (0, -1)),
+        ("architectures", 5),
+        ("block_size", 1),
+    ],
+)
+def test_numbers_with_which_nothing_can_be_drafted_are_refused(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    config = write.zlab(VOCABULARY) | {key: value}
+    with pytest.raises(CarryoverError, match=r"config\.json"):
+        formats.read(write.write(tmp_path / "d", config, write.backbone(1)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("per_layer_config", {"0": None, "1": None}),
+        ("per_layer_config", {"0": {"head_dim": "32"}, "1": {"head_dim": "32"}}),
+        ("per_layer_config", {"0": [1], "1": 5}),
+        ("layer_types", []),
+        ("num_hidden_layers", 0),
+        ("rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": -1.0}}),
+    ],
+)
+def test_gemma_keys_of_another_kind_are_refused(tmp_path: Path, key: str, value: Any) -> None:
+    config = write.gemma(VOCABULARY) | {key: value}
+    with pytest.raises(CarryoverError, match=r"config\.json|num_hidden_layers|layer_types"):
+        formats.read(write.write(tmp_path / "d", config, {}))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.full((64,), torch.nan), torch.ones(64, dtype=torch.int64), torch.ones(64).char()],
+)
+def test_weights_that_are_no_finite_numbers_are_refused(tmp_path: Path, wrong: Tensor) -> None:
+    tensors = write.backbone(1) | {"norm.weight": wrong}
+    with pytest.raises(CarryoverError, match=r"norm\.weight"):
+        formats.read(write.write(tmp_path / "d", write.zlab(VOCABULARY), tensors))
+
+
+@pytest.mark.parametrize("index", ["[]", "5", '{"weight_map": null}', '{"weight_map": [3]}'])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, index: str) -> None:
+    folder = write.write(tmp_path / "d", write.zlab(VOCABULARY), write.backbone(1))
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CarryoverError, match="cannot be read"):
+        formats.read(folder)
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
+        {"d2t": torch.tensor(3)},
         {"d2t": torch.tensor([0, 4, 4, 67, 146, 195, 314])},  # 320, outside
         {"d2t": torch.tensor([0, -1, 4, 67, 146, 195, 313])},  # 0 twice
         {"t2d": torch.zeros(VOCABULARY, dtype=torch.bool)},

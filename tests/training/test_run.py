@@ -120,6 +120,24 @@ def markov_variation(folder: Path, name: str, drafter: dict, **training) -> tupl
     return path, load_config(path)
 
 
+def test_gemmas_blocks_train_in_bfloat16(recorded: Path) -> None:
+    """From random weights; the scalar at a block's end, a buffer, follows the rest's type."""
+    drafter = {
+        "markov_rank": 8, "slot_layout": "anchor_first", "blocks": "gemma4", "qk_norm": True,
+        "initialize": "random",
+    }  # fmt: skip
+    path, config = markov_variation(recorded, "gemma", drafter, precision="bfloat16")
+    execute(path, "train", "baseline")
+    execute(path, "export", "baseline")
+    curve = losses(config, drafter="Markov")
+    assert sum(curve[-3:]) < sum(curve[:3])
+    folder = Paths(config).drafter("tiny", "Markov", "baseline")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["d2t"]
+    assert tensors["layers.0.layer_scalar"].item() == 1
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize(
     "slot_layout", ["fill_in", pytest.param("anchor_first", marks=pytest.mark.long)]
 )

@@ -163,7 +163,7 @@ class Drafter(Section):
         description="Transformer blocks: qwen3 | gemma4 (DeepSpec's for Gemma 4; slot_layout "
         "anchor_first, qk_norm true).",
     )
-    rope_theta: Positive | None = Field(
+    rope_theta: Annotated[float, Field(gt=1)] | None = Field(
         default=None, description="Base of the rotary position embeddings; null: the target's."
     )
     qk_norm: bool = Field(

@@ -12,6 +12,7 @@ a drafter that drafts badly, without a word.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ _METADATA_GEMMA = {
     "top_k_experts", "moe_intermediate_size", "use_bidirectional_attention", "target_model_type",
     "target_text_model_type",
 }  # fmt: skip
+_WEIGHTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SHAPES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "max_position_embeddings", "vocab_size",
@@ -191,7 +193,7 @@ def read(folder: Path) -> Released:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         name = detect(data)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CarryoverError(
             f"{path} is no readable config ({str(error).splitlines()[0]})", "Fetch it again."
         ) from error
@@ -203,8 +205,38 @@ def read(folder: Path) -> Released:
             "drafters take the target's",
             "Name another drafter in drafters.*.initialize.",
         )
-    fields = READERS[name](data, folder)
+    try:
+        fields = READERS[name](data, folder)
+    except (TypeError, AttributeError, ValueError, LookupError) as error:
+        raise CarryoverError(
+            f"{path} has a value of another kind than its key has ({str(error).splitlines()[0]})",
+            "Fetch it again.",
+        ) from error
+    _check_numbers(fields, path)
     return _with_tensors(name, fields, _load(folder), folder)
+
+
+def _check_numbers(fields: dict[str, Any], path: Path) -> None:
+    """Refuse numbers with which no drafter can compute."""
+    at_least_one = (
+        *_SHAPES, "head_dim", "num_key_value_heads", "proposals", "target_blocks",
+        "target_hidden_size",
+    )  # fmt: skip
+    limits: dict[str, tuple[float, float]] = {
+        **dict.fromkeys(at_least_one, (1, math.inf)),
+        "rms_norm_eps": (1e-30, 1),
+        "rope_theta": (1 + 1e-6, math.inf),
+        "partial_rotary_factor": (0, 1),
+        "markov_rank": (0, math.inf),
+        "final_logit_softcapping": (1e-6, math.inf),
+    }
+    for name, (low, high) in limits.items():
+        value = fields.get(name)
+        if value is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not low <= value <= high:
+            raise CarryoverError(f"{path} gives {value!r} as {name}", "Correct that value.")
 
 
 def _own(data: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -368,10 +400,11 @@ def _gemma_heads(fields: _Fields, count: int) -> dict[str, Any]:
         heads = fields.maybe("num_global_key_value_heads", int)
         return read if heads is None else read | {"num_key_value_heads": heads}
     fields.drop("global_head_dim", "num_global_key_value_heads")
-    names = [str(i) for i in range(count)]
-    own = [read | layers.get(name, {}) for name in names]
+    names = [str(i) for i in range(max(count, 1))]
+    own = [read | dict(layers.get(name, {})) for name in names]
     alike = all(layer == own[0] and set(layer) == set(read) for layer in own)
-    if not alike or not set(layers) <= set(names):
+    numbers = all(type(size) is int for layer in own for size in layer.values())
+    if not alike or not numbers or not set(layers) <= set(names):
         raise fields.refused("per_layer_config", layers, "carryover's blocks are all alike")
     return own[0]
 
@@ -449,6 +482,8 @@ def _rope_theta(fields: _Fields) -> float:
     if outer is not None and inner is not None and outer != inner:
         raise fields.refused("rope_theta", outer, f"rope_parameters.rope_theta is {inner}")
     theta = outer if inner is None else inner
+    if theta is not None and (isinstance(theta, bool) or not isinstance(theta, int | float)):
+        raise fields.refused("rope_theta", theta, "it has to be a number")
     return float(fields.take("rope_theta", (int, float)) if theta is None else theta)
 
 
@@ -481,7 +516,12 @@ def _load(folder: Path) -> dict[str, Tensor]:
             if twice:
                 raise ValueError(f"{twice[0]} is in two files")
             tensors |= part
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        for name, tensor in tensors.items():
+            if name not in (MAP, BACK_MAP) and tensor.dtype not in _WEIGHTS:
+                raise ValueError(f"{name} is of type {str(tensor.dtype).removeprefix('torch.')}")
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} has values that are no finite numbers")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise CarryoverError(
             f"the weights in {folder} cannot be read ({str(error).splitlines()[0]})",
             "Fetch the drafter again.",
@@ -497,6 +537,8 @@ def _with_tensors(
     back = tensors.pop(BACK_MAP, None)
     size, given = fields.pop("draft_vocab_size", None), tensors.get(MAP)
     reduced = size is not None and size != fields["vocab_size"]
+    if given is not None and given.ndim != 1:
+        raise CarryoverError(f"d2t in {folder} is no list of numbers", "Fetch the drafter again.")
     if (0 if given is None else len(given)) != (size if reduced else 0):
         found = "has no d2t" if given is None else f"has d2t of {len(given)} entries"
         raise CarryoverError(

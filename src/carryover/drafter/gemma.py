@@ -58,4 +58,6 @@ class Block(nn.Module):
         """x: [R, N, S, H]; attention: the further inputs of `Attention`."""
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), *attention))
         inner = self.mlp(self.pre_feedforward_layernorm(x))
-        return (x + self.post_feedforward_layernorm(inner)) * self.layer_scalar
+        x = x + self.post_feedforward_layernorm(inner)
+        # DeepSpeed leaves buffers in fp32.
+        return x * self.layer_scalar.to(x.dtype)

@@ -103,14 +103,16 @@ def initialize_from_target(drafter: Drafter, target: PreTrainedModel) -> None:
             state = dict(block.state_dict())
             unknown = set(state) - set(layer.state_dict())
             if unknown:
+                ours = "blocks" if config.blocks != "qwen3" else "qk_norm"
                 raise CarryoverError(
                     f"the target's blocks have weights that a drafter block lacks: "
                     f"{', '.join(sorted(unknown)[:4])}",
-                    "Set drafters.*.qk_norm to match the target or drafters.*.initialize: random.",
+                    f"Set drafters.*.{ours} to match the target or drafters.*.initialize: random.",
                 )
             layer.load_state_dict(state)
     except (RuntimeError, AttributeError) as error:
+        what = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise CarryoverError(
-            f"the target's last blocks do not fit the drafter ({str(error).splitlines()[0]})",
-            "Set drafters.*.initialize: random.",
+            f"the target's last blocks do not fit the drafter ({what})",
+            "Set drafters.*.{blocks, qk_norm} to match it, or drafters.*.initialize: random.",
         ) from error

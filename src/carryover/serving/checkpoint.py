@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import torch
 
+from carryover.drafter.checkpoint import CARRY_EMBEDDING, HEAD, MAP
 from carryover.errors import CarryoverError
 
-CARRY_EMBEDDING, CARRY_PROJECTOR = "carry_embedding", "carry_projector.weight"
 MARKOV_EMBEDDING, MARKOV_HEAD = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 # Trained beside the Markov head, and not used for drafting.
 CONFIDENCE = "confidence_head."
-EMBEDDING, HEAD, DRAFT_MAP = "embed_tokens.weight", "lm_head.weight", "d2t"
 _OF_ANY_LAYER = (
     "self_attn.q_proj.weight",
     "self_attn.k_proj.weight",
@@ -78,7 +77,7 @@ def check_tensors(
         shapes[MARKOV_EMBEDDING] = (vocabulary, markov_rank)
         shapes[MARKOV_HEAD] = (draft_vocabulary or vocabulary, markov_rank)
     if draft_vocabulary is not None:
-        shapes |= {DRAFT_MAP: (draft_vocabulary,), HEAD: (draft_vocabulary, hidden)}
+        shapes |= {MAP: (draft_vocabulary,), HEAD: (draft_vocabulary, hidden)}
 
     for name, shape in shapes.items():
         if name not in tensors:
@@ -95,7 +94,7 @@ def check_tensors(
                 "This drafter is for another target, or its config.json was edited.",
             )
     if draft_vocabulary is not None:
-        _check_draft_vocabulary(tensors[DRAFT_MAP], vocabulary)
+        _check_draft_vocabulary(tensors[MAP], vocabulary)
 
 
 def _check_draft_vocabulary(offsets: torch.Tensor, vocabulary: int) -> None:

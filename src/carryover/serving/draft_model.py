@@ -8,13 +8,9 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
+from carryover.drafter.checkpoint import CARRY_EMBEDDING, CARRY_PROJECTOR
 from carryover.serving import corrections
-from carryover.serving.checkpoint import (
-    CARRY_EMBEDDING,
-    CARRY_PROJECTOR,
-    CONFIDENCE,
-    check_tensors,
-)
+from carryover.serving.checkpoint import CONFIDENCE, check_tensors
 from carryover.serving.drafter_config import check
 from carryover.serving.dspark import DSparkInterface
 

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.gemma4_dspark import Gemma4DSparkForCausalLM, Gemma4DSparkModel
 from vllm.model_executor.models.utils import maybe_prefix
 
-from carryover.serving.checkpoint import DRAFT_MAP, EMBEDDING, HEAD
+from carryover.drafter.checkpoint import EMBEDDING, HEAD, MAP
 from carryover.serving.draft_model import CarryoverDraftModel, KeyNormByLayer
 
 
@@ -64,7 +64,7 @@ class _Gemma4WithOurBody(Gemma4DSparkForCausalLM):
         if self.draft_id_to_target_id is None:
             tensors.pop(HEAD, None)
         else:
-            self.draft_id_to_target_id.data.copy_(tensors.pop(DRAFT_MAP))
+            self.draft_id_to_target_id.data.copy_(tensors.pop(MAP))
         super().load_weights(tensors.items())
 
 

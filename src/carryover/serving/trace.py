@@ -116,7 +116,13 @@ class TraceWriter:
     """
 
     def __init__(self, settings: TraceSettings, about: dict[str, str]) -> None:
-        settings.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            settings.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CarryoverError(
+                f"the folder of `{SETTING}`, {settings.folder}, cannot be made ({error.strerror})",
+                "Name one that can be written.",
+            ) from error
         self._stem = settings.folder / f"{time.time_ns()}-{os.getpid()}"
         self._about = about | {"version": VERSION, "top_k": str(TOP_K)}
         self._pending: list[list[Any]] = []

@@ -29,12 +29,20 @@ class TraceSettings:
     @classmethod
     def of(cls, additional_config: Any) -> TraceSettings | None:
         """Read it; None where tracing is off. Raises CarryoverError where it is unusable."""
-        value = additional_config.get(SETTING) if isinstance(additional_config, dict) else None
+        given = additional_config if isinstance(additional_config, dict) else {}
+        unknown = [key for key in given if str(key).startswith("carryover") and key != SETTING]
+        if unknown:
+            raise CarryoverError(
+                f"additional_config has `{unknown[0]}`, which carryover does not know",
+                f"Its only key is `{SETTING}`.",
+            )
+        value = given.get(SETTING)
         if value is None:
             return None
         if (
             not isinstance(value, dict)
             or not isinstance(value.get("folder"), str)
+            or not value["folder"]
             or not isinstance(value.get("features", False), bool)
             or set(value) - {"folder", "features"}
         ):

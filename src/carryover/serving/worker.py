@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from carryover.errors import CarryoverError
 from carryover.serving.drafter_config import DrafterSettings
 from carryover.serving.plugin import ARCHITECTURES
-from carryover.serving.trace_settings import TraceSettings
+from carryover.serving.trace_settings import SETTING, TraceSettings
 from carryover.serving.versions import require_known
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ class CarryoverWorker(PlatformWorker):
         super().init_device()
         settings = self._drafter_settings()
         trace = TraceSettings.of(self.vllm_config.additional_config)
+        if settings is None and trace is not None:
+            raise CarryoverError(
+                f"`{SETTING}` is set, and no carryover drafter is served",
+                "Name one in --speculative-config, or leave the trace out of --additional-config.",
+            )
         if settings is None or (settings.needs_worker is None and trace is None):
             return
         require_known()
