@@ -61,6 +61,7 @@ def test_step_benchmark_runs(tmp_path: Path) -> None:
             assert head["fp32_difference_of_loss_and_gradients"] < 1e-4
 
 
+@pytest.mark.long
 def test_serving_latency_benchmark_runs(tmp_path: Path) -> None:
     """It stops by itself where a round carries other rows than it is to."""
     content = run("serving_latency", tmp_path / "latency.json", "--rounds", "5")

@@ -17,7 +17,7 @@ from tests.serving.harness import random_prompts, run_jobs
 CAP = 1.5  # most scores are larger without it
 
 
-@pytest.mark.parametrize("drafted", [None, 100])
+@pytest.mark.parametrize("drafted", [pytest.param(None, marks=pytest.mark.long), 100])
 def test_proposals_are_the_best_of_capped_scores(tmp_path: Path, drafted: int | None) -> None:
     target = checkpoints.write_target(tmp_path / "target", seed=0)
     drafter = checkpoints.write_drafter(
