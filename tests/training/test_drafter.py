@@ -123,21 +123,26 @@ def test_hints_by_hand():
 KERNELS = [
     ("dense", "cpu"),
     ("flex", "cpu"),
+    ("grouped", "cpu"),
     pytest.param("dense", "cuda", marks=pytest.mark.gpu),
     pytest.param("flex", "cuda", marks=pytest.mark.gpu),
+    pytest.param("grouped", "cuda", marks=pytest.mark.gpu),
 ]
 
 
 @pytest.mark.parametrize(("kernel", "device"), KERNELS)
 @pytest.mark.parametrize("per_query", [(1, 4), (4, 4), (4, 1)], ids=["context", "both", "own"])
-def test_block_attention_equals_one_softmax_over_concatenated_keys(kernel, device, per_query):
+@pytest.mark.parametrize("blocks", [3, 8])  # too few to be grouped, and two groups
+def test_block_attention_equals_one_softmax_over_concatenated_keys(
+    kernel, device, per_query, blocks
+):
     torch.manual_seed(0)
     dim = 8 if device == "cpu" else 16  # the least that the compiled kernel takes
-    q = torch.randn(2, 3, 4, 6, dim)
+    q = torch.randn(2, blocks, 4, 6, dim)
     context_k, context_v = torch.randn(2, 5, 2, dim), torch.randn(2, 5, 2, dim)
-    own_k, own_v = torch.randn(2, 3, 7, 2, dim), torch.randn(2, 3, 7, 2, dim)
-    context_visible = torch.rand(2, 3, per_query[0], 5) < 0.5
-    own_visible = torch.rand(2, 3, per_query[1], 7) < 0.5
+    own_k, own_v = torch.randn(2, blocks, 7, 2, dim), torch.randn(2, blocks, 7, 2, dim)
+    context_visible = torch.rand(2, blocks, per_query[0], 5) < 0.5
+    own_visible = torch.rand(2, blocks, per_query[1], 7) < 0.5
     own_visible[..., 0] = True
     differentiable = (kernel, device) != ("flex", "cpu")  # which torch does not offer
     inputs = [
@@ -149,7 +154,7 @@ def test_block_attention_equals_one_softmax_over_concatenated_keys(kernel, devic
     pq, pck, pcv, pok, pov = plain
     rows = []
     for r in range(2):
-        for n in range(3):
+        for n in range(blocks):
             for s in range(4):
                 for h in range(6):
                     k = torch.cat((pck[r, :, h // 3], pok[r, n, :, h // 3]))
@@ -172,25 +177,26 @@ def test_block_attention_equals_one_softmax_over_concatenated_keys(kernel, devic
 
 
 @pytest.mark.parametrize("slot_layout", ["fill_in", "anchor_first"])
-def test_both_kernels_draft_the_same(slot_layout):
+def test_all_kernels_draft_the_same(slot_layout):
     drafter = tiny_drafter(slot_layout)
     size = drafter.config.proposals
     torch.manual_seed(5)
     features = torch.randn(2, 12, drafter.config.feature_size)
-    anchors = torch.tensor([[1, 4, 7], [2, 0, 9]])
-    accepted = torch.tensor([[0, 2, size], [1, 3, 0]])
+    anchors = torch.tensor([[1, 4, 7, 3], [2, 0, 9, 9]])
+    accepted = torch.tensor([[0, 2, size, 1], [1, 3, 0, 2]])
     carry = Carry(
-        features=torch.randn(2, 3, size, drafter.config.feature_size),
+        features=torch.randn(2, 4, size, drafter.config.feature_size),
         positions=layout.proposal_positions(anchors, size),
         visible=layout.carried_rows(accepted, size),
     )
     tokens = torch.randint(0, VOCABULARY, anchors.shape)
     drafts = []
-    for kernel in ("dense", "flex"):
+    for kernel in ("dense", "flex", "grouped"):
         drafter.kernel = kernel
         with torch.no_grad():
             drafts.append(drafter(tokens, anchors, features, carry))
     torch.testing.assert_close(drafts[1], drafts[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(drafts[2], drafts[0], rtol=1e-4, atol=1e-5)
 
 
 def test_the_base_of_rope_is_the_targets_unless_one_is_given() -> None:

@@ -12,6 +12,7 @@ from carryover.training import losses
 from carryover.training.losses import (
     Correction,
     TargetStates,
+    best,
     frozen_head_loss,
     log_totals,
     position_weights,
@@ -36,6 +37,29 @@ def test_loss_and_gradient_equal_torchs_cross_entropy(monkeypatch):
     torch.testing.assert_close(hidden.grad, twin.grad)
     assert result.predicted.tolist() == (twin @ head.t()).argmax(-1).tolist()
     assert predict(hidden, head).tolist() == result.predicted.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_equal_logits_the_first_is_the_best(dtype):
+    logits = torch.randint(0, 3, (40, 3000), generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert best(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
+    result = frozen_head_loss(
+        torch.eye(40, dtype=dtype), logits.t(), torch.zeros(40, dtype=torch.int64), torch.ones(40)
+    )
+    assert result.predicted.tolist() == best(logits).tolist()
+
+
+def test_loss_of_logits_that_overflow_an_exponential():
+    """What one exponential serves is taken relative to the largest logit."""
+    hidden = torch.tensor([[1.0]], requires_grad=True)
+    head = torch.tensor([[500.0], [-500.0], [499.0]])
+    for label, want in ((0, 0.313262), (1, 1000.313262), (2, 1.313262)):
+        result = frozen_head_loss(hidden, head, torch.tensor([label]), torch.ones(1))
+        assert result.cross_entropy.item() == pytest.approx(want, rel=1e-5)
+        result.total.backward()
+    # 500 q0 - 500 q1 + 499 q2 less the label's own, over the three labels
+    expected = 3 * (500 * 0.731059 + 499 * 0.268941) - (500 - 500 + 499)
+    assert hidden.grad.item() == pytest.approx(expected, rel=1e-5)
 
 
 def dense(hidden, head, observed, labels, latent, correction, states, cap=None):

@@ -348,9 +348,10 @@ class Training(Section):
         description="cached (written once by the stage features) | online (the target's forward "
         "pass in every step, nothing on disk).",
     )
-    attention: Literal["auto", "dense", "flex"] = Field(
+    attention: Literal["auto", "dense", "flex", "grouped"] = Field(
         default="auto",
-        description="Kernel of block attention: auto (flex on CUDA, dense on CPU) | dense | flex.",
+        description="Kernel of block attention: auto (the fastest of the device) | dense | flex | "
+        "grouped.",
     )
     max_length: Annotated[int, Field(ge=2)] = Field(
         default=384, description="Tokens of prompt and response; longer ones are cut."

@@ -19,7 +19,7 @@ from carryover.drafter.layout import proposal_positions
 from carryover.errors import CarryoverError
 from carryover.target.hidden import captured, fuse_norms
 from carryover.target.load import decoder_of, logit_cap
-from carryover.training.losses import CHUNK, predict, soft_cap
+from carryover.training.losses import CHUNK, best, predict, soft_cap
 
 ATTENTION = "carryover_branches"
 # Branch tokens a forward pass holds; bounds memory without changing results.
@@ -153,7 +153,7 @@ def _most_probable(
         top = logits.topk(count, -1)
         # A softmax over these alone: the rest of the vocabulary cancels.
         weights = soft_cap(top.values.float(), cap).softmax(-1)
-        parts.append((logits.argmax(-1), top.indices, weights))
+        parts.append((best(logits), top.indices, weights))
     greedy, ids, weights = (torch.cat(column) for column in zip(*parts, strict=True))
     return greedy, ids, weights
 

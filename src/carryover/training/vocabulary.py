@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from carryover.drafter.markov import MarkovHead
-from carryover.training.losses import CHUNK, TargetStates, log_totals, predict, soft_cap
+from carryover.training.losses import CHUNK, TargetStates, best, log_totals, predict, soft_cap
 
 
 class Vocabulary:
@@ -45,8 +45,8 @@ class Vocabulary:
         the one drafted before it; all anchors at once.
         """
         if markov is None:
-            best = predict(hidden.flatten(0, -2), self.head)
-            return self.target_ids(best).view(hidden.shape[:-1])
+            greedy = predict(hidden.flatten(0, -2), self.head)
+            return self.target_ids(greedy).view(hidden.shape[:-1])
         proposals = []
         blocks, anchors = hidden.flatten(0, 1).split(CHUNK), anchor_tokens.flatten().split(CHUNK)
         for block, previous in zip(blocks, anchors, strict=True):
@@ -54,7 +54,7 @@ class Vocabulary:
             for slot in block.unbind(1):
                 logits = soft_cap((slot @ self.head.t()).float(), self.cap)
                 logits += soft_cap(markov(previous).float(), self.cap)
-                previous = self.target_ids(logits.argmax(-1))
+                previous = self.target_ids(best(logits))
                 drafted.append(previous)
             proposals.append(torch.stack(drafted, 1))
         return torch.cat(proposals).view(hidden.shape[:-1])
