@@ -10,9 +10,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 
 def fuse_norms(stack: Any) -> Any:
-    """Exchange a stack's norms for torch's own, which computes the same in one pass.
+    """Exchange a stack's norms for torch's own, which is faster than transformers' six passes.
 
-    transformers writes them as six elementwise passes: a third of verification on CPU.
+    The same in float32; in bfloat16 it rounds once, and transformers twice.
     """
     for parent in list(stack.modules()):
         for name, norm in list(parent.named_children()):
