@@ -28,7 +28,7 @@ def arguments(name: str, about: str) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json", help="JSON file")
+    parser.add_argument("--out", type=file, default=RESULTS / f"{name}.json", help="JSON file")
     parser.add_argument("--tiny", action="store_true", help="toy shapes: does it run at all?")
     return parser
 
@@ -38,6 +38,17 @@ def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, found {text}")
     return int(text)
+
+
+def file(text: str) -> Path:
+    """A path that can be written in the end, for argparse; its folder is made."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be written ({error.strerror})") from None
+    return path
 
 
 def in_turn(

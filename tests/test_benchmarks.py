@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import flops
-from benchmarks.measure import in_turn, median_ratio, ratio
+from benchmarks.measure import arguments, in_turn, median_ratio, ratio
 from benchmarks.shapes import TINY, random_batch, random_drafter, random_target
 from carryover.training.dvd import Blocks
 from carryover.training.objective import draft_loss, label
@@ -77,6 +77,16 @@ def test_memory_benchmark_measures_one_case() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     measured = json.loads(done.stdout.splitlines()[-1])
     assert measured["before_mib"] > 50 and measured["step_mib"] >= 0
+
+
+@pytest.mark.parametrize("bad", ["", "a_file/out.json"], ids=["a folder", "below a file"])
+def test_where_nothing_can_be_written_is_said_before_the_measurement(
+    tmp_path: Path, bad: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a_file").touch()
+    with pytest.raises(SystemExit):
+        arguments("training_step", "").parse_args(["--out", str(tmp_path / bad)])
+    assert f"{tmp_path / bad} cannot be written" in capsys.readouterr().err
 
 
 def test_all_steps_run_in_every_round_in_both_orders() -> None:

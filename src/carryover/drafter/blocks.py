@@ -127,10 +127,13 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A Qwen3-style pre-norm transformer block."""
 
+    attention: type[Attention] = Attention
+    feed_forward: type[MLP] = MLP
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        self.self_attn = self.attention(config)
+        self.mlp = self.feed_forward(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 

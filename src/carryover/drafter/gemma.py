@@ -39,17 +39,14 @@ class MLP(blocks.MLP):
     activation = staticmethod(partial(F.gelu, approximate="tanh"))
 
 
-class Block(nn.Module):
+class Block(blocks.Block):
     """Norms before and after attention and feed-forward, inside of the residual branches."""
 
+    attention, feed_forward = Attention, MLP
     layer_scalar: Tensor  # [1], as in the checkpoint; not trained
 
     def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        super().__init__(config)
         self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.register_buffer("layer_scalar", torch.ones(1))
