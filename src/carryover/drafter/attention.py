@@ -4,7 +4,7 @@
 * `flex` is torch's FlexAttention, which never holds the scores and skips what a block does not see;
   it is compiled for CUDA and, on CPU, only a slow reference.
 * `grouped` is torch's fused attention over some blocks at a time. On CPU it takes half of dense's
-  time without gradients, and with them twice as much.
+  time without gradients, and with them up to three times as much (bfloat16).
 
 All read the mask from the same `Visible`.
 """
