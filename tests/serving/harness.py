@@ -33,6 +33,7 @@ V2 = {
 PROMPT_LENGTHS = (5, 70, 23, 3, 41, 11)  # 70 is prefilled in two chunks (48 tokens a step)
 GENERATED = 48
 MARKOV_RANK = 16
+CAP = 1.5  # of the drafters with capped scores, most of which are larger without it
 # Of some requests of a batch. An output ends where its grammar does, within a block.
 REGEXES = ["([a-m][0-9]){40}", None, "[b-k]{20}", "(x|yz){20}", None, "[0-9]{3}(-[0-9]{3}){5}"]
 ACCEPTED = [3, 7, 0, 5, 1, 6, 2, 4]  # right proposals by round: R runs over 0 .. B
@@ -209,6 +210,16 @@ class Served:
             "llm": {"max_model_len": 96},
             "record": True,
         }
+        # The target is a Llama without a cap: what counts is the drafter's config.json.
+        for name, drafted in (("capped", None), ("capped, draft vocabulary", 100)):
+            capped = checkpoints.write_drafter(
+                folder / name,
+                seed=1,
+                markov_rank=MARKOV_RANK,
+                draft_vocabulary=drafted,
+                config={"final_logit_softcapping": CAP},
+            )
+            jobs[name] = base | {"drafter": capped, "record": True}
         self.jobs = jobs
         results = run_jobs(folder, list(jobs.values()))
         self.results = dict(zip(jobs, results, strict=True))
