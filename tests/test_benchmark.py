@@ -1,12 +1,17 @@
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -85,27 +90,98 @@ def rows_of(config: Config, temperature: float = 0) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def children() -> set[int]:
-    """Living processes that this one has started."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(parent) == os.getpid() and state != "Z":
-            found.add(int(stat.parent.name))
+def engines(of: Callable[[psutil.Process], bool]) -> list[int]:
+    """Living processes with an engine, of which `of` is true."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if "carryover.benchmark.worker" in process.cmdline() and of(process):
+                found.append(process.pid)
     return found
 
 
+def engines_of(driver: int) -> list[int]:
+    """Those of a driver that has a session of its own, and may have ended."""
+    return engines(lambda process: os.getsid(process.pid) == driver)
+
+
+RUN = """
+import sys
+from carryover import benchmark
+from carryover.config import load_config
+benchmark.run(
+    load_config(sys.argv[1]), target="tiny", drafter="DFlash", temperature=float(sys.argv[2])
+)
+"""
+
+
+@contextlib.contextmanager
+def driver(folder: Path, temperature: float) -> Iterator[subprocess.Popen[bytes]]:
+    """The stage with the config in `folder`, in a session of its own."""
+    command = [sys.executable, "-c", RUN, str(folder / "config.yaml"), str(temperature)]
+    with (folder / "driver.log").open("wb") as log:
+        process = subprocess.Popen(command, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run_whole(folder: Path) -> None:
+    with driver(folder, 0) as process:
+        assert process.wait() == 0, (folder / "driver.log").read_text()
+        assert engines_of(process.pid) == []
+
+
+def run_killed(folder: Path, output: Path) -> list[dict]:
+    """kill -9 in the middle, then to the end. Returns the rows that the killed run has kept."""
+    with driver(folder, 1) as process:
+        deadline = time.monotonic() + 200
+        while not (journals := list(output.parent.glob(".*.journal"))):
+            assert process.poll() is None, (folder / "driver.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert engines_of(process.pid)
+    deadline = time.monotonic() + 20
+    while engines_of(process.pid):
+        assert time.monotonic() < deadline, "a worker outlived its driver"
+        time.sleep(0.05)
+    kept = [json.loads(line) for line in journals[0].read_text().splitlines()]
+    assert not output.exists()
+    with journals[0].open("a") as file:
+        file.write('{"variant": "cut sho')  # as a crash in the middle of a write would
+    with driver(folder, 1) as process:
+        assert process.wait() == 0, (folder / "driver.log").read_text()
+    return kept
+
+
+@dataclass
+class Runs:
+    """Finished benchmarks: interleaved at temperature 0, and one variant after another at 1."""
+
+    interleaved: Config
+    killed: Config
+    kept: list[dict]
+
+
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A finished interleaved benchmark at temperature 0."""
-    config = prepare(tmp_path_factory.mktemp("benchmark"))
-    before = children()
-    benchmark.run(config, target="tiny", drafter="DFlash", temperature=0)
-    assert children() == before  # no engine is left
-    return config
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Both at once: engines spend most of their time on one core, to start."""
+    folders = [tmp_path_factory.mktemp("benchmark") for _ in range(2)]
+    interleaved = prepare(folders[0])
+    killed = prepare(folders[1], interleave=False, warmup_prompts=0)
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(run_whole, folders[0])
+        output = Paths(killed).benchmark("tiny", "DFlash", 1)
+        kept = pool.submit(run_killed, folders[1], output)
+    whole.result()
+    return Runs(interleaved, killed, kept.result())
+
+
+@pytest.fixture
+def config(runs: Runs) -> Config:
+    return runs.interleaved
 
 
 def test_every_prompt_is_measured_once_by_every_variant_in_rotating_order(config: Config) -> None:
@@ -175,73 +251,25 @@ def test_the_manifest_holds_the_engines_facts(config: Config) -> None:
     assert set(manifest["inputs"]) == {"target", *TEXTS, *TRAINED_VARIANTS}
 
 
-RUN = """
-import sys
-from carryover import benchmark
-from carryover.config import load_config
-benchmark.run(load_config(sys.argv[1]), target="tiny", drafter="DFlash", temperature=1.0)
-"""
-
-
-def test_a_killed_run_leaves_no_engine_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """kill -9 of the driver in the middle, at temperature 1, one variant after another."""
-    config = prepare(tmp_path, interleave=False, warmup_prompts=0)
-    output = Paths(config).benchmark("tiny", "DFlash", 1)
-    command = [sys.executable, "-c", RUN, str(tmp_path / "config.yaml")]
-    with (tmp_path / "driver.log").open("wb") as log:
-        driver = subprocess.Popen(command, stderr=log, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 200
-        while not (journals := list(output.parent.glob(".*.journal"))):
-            assert driver.poll() is None, (tmp_path / "driver.log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        workers = {
-            int(path.parent.name)
-            for path in Path("/proc").glob("[0-9]*/stat")
-            if _session(path) == driver.pid and int(path.parent.name) != driver.pid
-        }
-        assert workers
-    finally:
-        driver.kill()
-        driver.wait()
-    deadline = time.monotonic() + 20
-    while any(_session(Path(f"/proc/{pid}/stat")) == driver.pid for pid in workers):
-        assert time.monotonic() < deadline, "a worker outlived its driver"
-        time.sleep(0.05)
-
-    kept = [json.loads(line) for line in journals[0].read_text().splitlines()]
+def test_a_killed_run_leaves_no_engine_and_goes_on_where_it_stopped(runs: Runs) -> None:
+    config, kept = runs.killed, runs.kept
     assert 0 < len(kept) < 16
-    assert not output.exists()
-    with journals[0].open("a") as file:
-        file.write('{"variant": "cut sho')  # as a crash in the middle of a write would
-    benchmark.run(config, target="tiny", drafter="DFlash", temperature=1)
     rows = rows_of(config, 1)
     assert len(rows) == 16
     # What was measured before is there unchanged, its wall time too.
     assert rows[: len(kept)] == kept
-    assert not list(output.parent.glob(".*.journal"))
+    assert not list(Paths(config).benchmark("tiny", "DFlash", 1).parent.glob(".*.journal"))
     assert {row["temperature"] for row in rows} == {1.0}
-
-
-def _session(stat: Path) -> int | None:
-    """The session id of a living process."""
-    try:
-        state, _parent, _group, session = stat.read_text().rpartition(")")[2].split()[:4]
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if state == "Z" else int(session)
 
 
 def test_too_large_a_kv_cache_is_one_line_and_leaves_no_engine(tmp_path: Path) -> None:
     config = prepare(tmp_path, kv_cache_gib=1e5)
-    before = children()
     with pytest.raises(CarryoverError, match=r"autoregressive engine failed: .*memory") as caught:
         benchmark.run(config, target="tiny", drafter="DFlash", temperature=0)
     assert "\n" not in str(caught.value)
     assert ".autoregressive.log" in caught.value.fix
     assert "lower benchmark.kv_cache_gib" in caught.value.fix
-    assert children() == before
+    assert engines(lambda process: process.ppid() == os.getpid()) == []
     assert not Paths(config).benchmark("tiny", "DFlash", 0).exists()
 
 

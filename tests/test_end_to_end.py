@@ -15,6 +15,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
+from safetensors.torch import load_file
+
+from carryover import target
+from carryover.config import load_config
+from carryover.prompts.render import render
 
 REPOSITORY = Path(__file__).parents[1]
 COMMAND = [
@@ -55,6 +61,22 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     second = subprocess.run(COMMAND, cwd=folder, env=environment, capture_output=True, text=True)
     assert second.returncode == 0, second.stderr[-3000:]
     return results
+
+
+def test_the_packaged_default_target_is_converted(finished: Path) -> None:
+    """The real GGUF of the default config: shapes, dtype, tied head, template, and its sense."""
+    folder = finished / "targets" / "SmolLM2-135M"
+    weights = load_file(folder / "model.safetensors")
+    dtype = load_config(REPOSITORY / "config" / "config.yaml").targets["SmolLM2-135M"].dtype
+    assert {weight.dtype for weight in weights.values()} == {getattr(torch, dtype)}
+    assert weights["model.embed_tokens.weight"].shape == (49152, 576)
+    assert sum(weight.numel() for weight in weights.values()) == 134_515_008
+
+    model, tokenizer = target.load_target(folder, dtype)
+    ids = render(tokenizer, "What is the capital of France?", thinking=False)
+    for _ in range(12):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert "Paris" in tokenizer.decode(ids[-12:])
 
 
 def test_the_killed_training_went_on_from_its_checkpoint(finished: Path) -> None:

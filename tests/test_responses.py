@@ -90,40 +90,31 @@ def test_after_a_crash_only_what_is_missing_or_cut_short_is_made_again(config: C
     assert cut.stat().st_mtime_ns > stamp
 
 
-def test_answers_of_another_config_are_not_kept(config: Config, tmp_path: Path) -> None:
+def test_answers_of_another_config_are_not_kept_and_sampled_ones_depend_on_prompt_and_seed(
+    config: Config,
+) -> None:
+    """Alone: not on the neighbours in the batch nor on the order of the prompts."""
     folder = Paths(config).responses("tiny")
     root = Path(config.results_dir).parent
-    other = tiny_config(root, responses={**SETTINGS, "max_tokens": 3})
-    put_train_prompts(other, TEXTS[:3])
+    other = tiny_config(root, responses={**SETTINGS, "temperature": 1.0, "max_tokens": 10})
+
+    def answers(texts: list[str]) -> dict[str, list[int]]:
+        put_train_prompts(other, texts)
+        responses.run(other, target="tiny")
+        return {row["prompt_id"]: row["response_ids"] for row in responses.read_responses(folder)}
+
     saved = {path: path.read_bytes() for path in folder.iterdir()}
     try:
-        responses.run(other, target="tiny")
-        lengths = [len(row["response_ids"]) for row in responses.read_responses(folder)]
-        assert len(lengths) == 3
-        assert max(lengths) == 3
+        whole = answers(TEXTS[:6])
+        assert len(whole) == 6
+        assert max(map(len, whole.values())) == 10 < SETTINGS["max_tokens"]
+        assert len({json.dumps(ids) for ids in whole.values()}) == 6
+        some = answers([TEXTS[4], TEXTS[1]])
+        assert len(some) == 2
+        assert some == {prompt: whole[prompt] for prompt in some}
     finally:
         for path, content in saved.items():
             path.write_bytes(content)
-
-
-def test_sampled_answers_depend_on_the_prompt_and_the_seed_alone(tmp_path: Path) -> None:
-    """Not on the neighbours in the batch nor on the order of the prompts."""
-    write_tiny_target(tmp_path / "source")
-    settings = {**SETTINGS, "temperature": 1.0}
-    config = tiny_config(tmp_path, responses=settings)
-    target.run(config, target="tiny")
-
-    def answers(texts: list[str]) -> dict[str, list[int]]:
-        put_train_prompts(config, texts)
-        responses.run(config, target="tiny")
-        rows = responses.read_responses(Paths(config).responses("tiny"))
-        return {row["prompt_id"]: row["response_ids"] for row in rows}
-
-    whole = answers(TEXTS[:6])
-    some = answers([TEXTS[4], TEXTS[1]])
-    assert len(some) == 2
-    assert some == {prompt: whole[prompt] for prompt in some}
-    assert len({json.dumps(ids) for ids in whole.values()}) == 6
 
 
 def test_prompts_without_any_room_are_an_error(tmp_path: Path) -> None:

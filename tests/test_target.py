@@ -4,18 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file
 
 from carryover import target
 from carryover.artifacts import read_manifest
-from carryover.config import load_config
 from carryover.errors import CarryoverError
 from carryover.paths import Paths
-from carryover.prompts.render import render
-from tests.tiny_target import DEFAULT, LAYERS, VOCABULARY, tiny_config, write_tiny_target
-
-SMOLLM2 = "SmolLM2-135M"
+from tests.tiny_target import LAYERS, VOCABULARY, tiny_config, write_tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -102,25 +96,3 @@ def test_an_unreachable_hub_is_one_line(place: Path, monkeypatch: pytest.MonkeyP
         target.run(config, target="tiny")
     assert "\n" not in str(caught.value)
     assert "path:DIR" in caught.value.fix
-
-
-def test_the_packaged_default_target_is_converted(tmp_path: Path) -> None:
-    """The real GGUF of the default config: shapes, dtype, tied head, template, and its sense."""
-    content = yaml.safe_load(DEFAULT.read_text())
-    content["results_dir"] = str(tmp_path)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    config = load_config(tmp_path / "config.yaml")
-    target.run(config, target=SMOLLM2)
-
-    folder = Paths(config).target(SMOLLM2)
-    weights = load_file(folder / "model.safetensors")
-    dtype = config.targets[SMOLLM2].dtype  # what `auto` means here
-    assert {weight.dtype for weight in weights.values()} == {getattr(torch, dtype)}
-    assert weights["model.embed_tokens.weight"].shape == (49152, 576)
-    assert sum(weight.numel() for weight in weights.values()) == 134_515_008
-
-    model, tokenizer = target.load_target(folder, dtype)
-    ids = render(tokenizer, "What is the capital of France?", thinking=False)
-    for _ in range(12):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    assert "Paris" in tokenizer.decode(ids[-12:])

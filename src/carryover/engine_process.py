@@ -173,6 +173,10 @@ def run_worker(body: Callable[[Channel], None]) -> None:
         text = str(error).strip() or type(error).__name__
         channel.send({"error": f"{type(error).__name__}: {text.splitlines()[0]}"})
         sys.exit(1)
+    # An engine holds nothing that outlives the process. To take it apart, vLLM and Python would
+    # need seconds, in which the driver waits.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _die_with(driver: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs vLLM in a process of its own, once for all tests that only look at what it did."""
+"""Runs vLLM in processes of its own, once for all tests that only look at what it did."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -19,6 +22,7 @@ from tests.serving import checkpoints
 from tests.serving.reference import DenseDrafter, DenseTarget
 from tests.tiny_target import SPECIALS, write_tokenizer
 
+T = TypeVar("T")
 HERE = Path(__file__).parent
 # One thread: the models are tiny, and OpenMP threads that wait for each other cost far more.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -33,6 +37,7 @@ V2 = {
 PROMPT_LENGTHS = (5, 70, 23, 3, 41, 11)  # 70 is prefilled in two chunks (48 tokens a step)
 GENERATED = 48
 MARKOV_RANK = 16
+CAP = 1.5  # of the drafters with capped scores, most of which are larger without it
 # Of some requests of a batch. An output ends where its grammar does, within a block.
 REGEXES = ["([a-m][0-9]){40}", None, "[b-k]{20}", "(x|yz){20}", None, "[0-9]{3}(-[0-9]{3}){5}"]
 ACCEPTED = [3, 7, 0, 5, 1, 6, 2, 4]  # right proposals by round: R runs over 0 .. B
@@ -50,6 +55,31 @@ def run_script(
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
     return torch.load(results)
+
+
+class Ahead:
+    """Functions of a folder that wait for processes, run ahead of the tests that need them.
+
+    One on each core: their processes compute with one thread.
+    """
+
+    def __init__(
+        self, functions: list[Callable[[Path], Any]], folders: pytest.TempPathFactory
+    ) -> None:
+        self.pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        self.futures = {
+            function: self.pool.submit(function, folders.mktemp("ahead"))
+            for function in dict.fromkeys(functions)
+        }
+
+    def __call__(self, function: Callable[[Path], T]) -> T:
+        return self.futures[function].result()
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.pool.shutdown(cancel_futures=True)
 
 
 def run_jobs(folder: Path, jobs: list[dict[str, Any]], *, v2: bool = False) -> list[dict[str, Any]]:
@@ -209,6 +239,16 @@ class Served:
             "llm": {"max_model_len": 96},
             "record": True,
         }
+        # The target is a Llama without a cap: what counts is the drafter's config.json.
+        for name, drafted in (("capped", None), ("capped, draft vocabulary", 100)):
+            capped = checkpoints.write_drafter(
+                folder / name,
+                seed=1,
+                markov_rank=MARKOV_RANK,
+                draft_vocabulary=drafted,
+                config={"final_logit_softcapping": CAP},
+            )
+            jobs[name] = base | {"drafter": capped, "record": True}
         self.jobs = jobs
         results = run_jobs(folder, list(jobs.values()))
         self.results = dict(zip(jobs, results, strict=True))

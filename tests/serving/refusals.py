@@ -7,6 +7,7 @@ list of known versions. The result of each is the error's text, or None.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -43,4 +44,5 @@ def refusal(case: dict[str, Any]) -> str | None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # see run_engine.py
     torch.save([refusal(case) for case in json.loads(Path(sys.argv[1]).read_text())], sys.argv[2])

@@ -6,6 +6,7 @@ left out by the environment (VLLM_PLUGINS), and nothing of the package is import
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -31,4 +32,5 @@ def stopped_with(arguments: dict[str, Any]) -> str | None:
 
 if __name__ == "__main__":
     cases = json.loads(Path(sys.argv[1]).read_text())
+    gc.freeze()  # see run_engine.py
     torch.save([stopped_with(case) for case in cases], sys.argv[2])

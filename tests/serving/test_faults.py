@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.serving.harness import run_script
+from tests.serving.harness import Ahead, run_script
 from tests.serving.reference import rms_norm
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder: Path = tmp_path_factory.mktemp("faults")
+def run_ahead(folder: Path) -> dict[str, Any]:
     return run_script("faults.py", [], folder / "results.pt")
+
+
+@pytest.fixture(scope="module")
+def found(ahead: Ahead) -> dict[str, Any]:
+    return ahead(run_ahead)
 
 
 def test_context_keys_take_the_first_layers_norm_weight(found: dict[str, Any]) -> None:

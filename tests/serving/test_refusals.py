@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from carryover.serving.plugin import WORKER
 from tests.serving import checkpoints
-from tests.serving.harness import check_refused, run_refusals
+from tests.serving.harness import Ahead, check_refused, run_refusals
 
 FIELD = {"enabled": True, "slot_layout": "fill_in"}
 DFLASH = {"mask_token_id": checkpoints.MASK, "target_layer_ids": checkpoints.FEATURE_LAYERS}
@@ -188,10 +189,14 @@ ALLOWED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+def run_ahead(folder: Path) -> dict[str, str | None]:
     everything = {name: (drafter, engine) for name, (drafter, engine, _) in CASES.items()}
-    return run_refusals(tmp_path_factory.mktemp("refusals"), everything | ALLOWED)
+    return run_refusals(folder, everything | ALLOWED)
+
+
+@pytest.fixture(scope="module")
+def refused(ahead: Ahead) -> dict[str, str | None]:
+    return ahead(run_ahead)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.serving import checkpoints
-from tests.serving.harness import run_jobs
+from tests.serving.harness import Ahead, run_jobs
 from tests.serving.reference import DenseTarget
 
 VOCABULARY = 8
@@ -30,10 +30,8 @@ DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, dict[str, dict]]:
-    """Probabilities [VOCABULARY] * TOKENS, and vLLM's results."""
-    folder: Path = tmp_path_factory.mktemp("temperature")
+def run_ahead(folder: Path) -> tuple[Path, dict[str, dict]]:
+    """The target's folder, and vLLM's results."""
     target = checkpoints.write_target(folder / "target", seed=3, vocabulary=VOCABULARY)
     jobs = [
         {
@@ -54,7 +52,14 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, 
         for index, (arguments, speculative) in enumerate(DRAFTERS.values())
     ]
     results = run_jobs(folder, jobs)
-    return _enumerate(DenseTarget.load(target, [0])), dict(zip(DRAFTERS, results, strict=True))
+    return target, dict(zip(DRAFTERS, results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def everything(ahead: Ahead) -> tuple[torch.Tensor, dict[str, dict]]:
+    """Probabilities [VOCABULARY] * TOKENS, and vLLM's results."""
+    target, results = ahead(run_ahead)
+    return _enumerate(DenseTarget.load(target, [0])), results
 
 
 @pytest.fixture(params=DRAFTERS)

@@ -13,7 +13,7 @@ from carryover.errors import CarryoverError
 from carryover.serving.trace import FLUSH_ROUNDS, ROUNDS, TOP_K, TraceWriter, read_rows, read_trace
 from carryover.serving.trace_settings import TraceSettings
 from tests.serving import checkpoints
-from tests.serving.harness import ACCEPTED, GENERATED, Served, random_prompts, run_jobs
+from tests.serving.harness import ACCEPTED, GENERATED, Ahead, Served, random_prompts, run_jobs
 from tests.serving.reference import DenseTarget
 
 PROMPTS = random_prompts(0, checkpoints.VOCABULARY, (5, 70, 23, 3, 41, 11))
@@ -36,9 +36,7 @@ class Run:
             self.rounds[int(row["request"].split("-")[0])].append(row)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    folder: Path = tmp_path_factory.mktemp("traced")
+def run_ahead(folder: Path) -> dict[str, Run]:
     target = checkpoints.write_target(folder / "target", seed=0)
     drafters = {
         "carryover": checkpoints.write_drafter(folder / "carryover", seed=1),
@@ -74,6 +72,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         name: Run(folder / "traces" / name, job, result)
         for (name, job), result in zip(jobs.items(), results, strict=True)
     }
+
+
+@pytest.fixture(scope="module")
+def runs(ahead: Ahead) -> dict[str, Run]:
+    return ahead(run_ahead)
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ projects that release them. tests/serving/test_released.py serves them with stoc
 """
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from carryover.training.result import checkpoint_config, released_folder
 from tests.test_features import put_responses
 from tests.tiny_target import VOCABULARY, tiny_config, write_tiny_target
 from tests.training import released as write
+from tests.training.stages import Stages
 from tests.training.tiny import tiny_drafter
 
 LENGTHS = [(5, 30), (3, 20), (11, 25), (8, 30), (2, 22), (30, 40)]
@@ -498,13 +497,6 @@ def with_drafter(
     return path, load_config(path)
 
 
-def run(config: Path, *command: str) -> str:
-    line = [sys.executable, "-m", "carryover", *command, "--config", str(config)]
-    done = subprocess.run(line, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stderr
-
-
 def written(recorded: Path, layout: str) -> tuple[Path, dict[str, Any]]:
     """A drafter of the tiny target in one format, and the config keys that go with it."""
     folder = recorded / f"drafter-{layout}"
@@ -540,11 +532,11 @@ def written(recorded: Path, layout: str) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.parametrize(
     "layout", ["z-lab", "DeepSpec", "speculators", "DeepSpec-Gemma", "carryover"]
 )
-def test_training_starts_from_it(recorded: Path, layout: str) -> None:
+def test_training_starts_from_it(stages: Stages, recorded: Path, layout: str) -> None:
     source, keys = written(recorded, layout)
     path, config = with_drafter(recorded, f"from-{layout}", source, **keys)
     name = f"from-{layout}"
-    run(path, "released")
+    stages.run("released", "--config", str(path))
     ours = Paths(config).released("tiny", name)
     subset = config.stage("released", "tiny", name)
     manifest = read_manifest(ours, stage="released", config=subset, verify=True)
@@ -556,8 +548,8 @@ def test_training_starts_from_it(recorded: Path, layout: str) -> None:
         assert torch.equal(start[key], given), key
     assert ("d2t" in start) is (layout == "speculators")
 
-    run(path, "train", "--variant", "baseline")
-    run(path, "export", "--variant", "baseline")
+    stages.run("train", "--variant", "baseline", "--config", str(path))
+    stages.run("export", "--variant", "baseline", "--config", str(path))
     rows = [
         json.loads(line)
         for line in (Paths(config).training("tiny", name, "baseline") / "metrics.jsonl")
@@ -578,12 +570,14 @@ def test_training_starts_from_it(recorded: Path, layout: str) -> None:
     assert all((trained[key] - start[key]).abs().max() < 0.05 for key in moved)
 
 
-def test_zero_steps_leave_it_as_it_is_and_further_phases_go_on_from_it(recorded: Path) -> None:
+def test_zero_steps_leave_it_as_it_is_and_further_phases_go_on_from_it(
+    stages: Stages, recorded: Path
+) -> None:
     source, _ = written(recorded, "z-lab")
     path, config = with_drafter(recorded, "as-it-is", source, steps=0)
-    run(path, "released")
-    run(path, "train", "--variant", "baseline")
-    run(path, "export", "--variant", "baseline")
+    stages.run("released", "--config", str(path))
+    stages.run("train", "--variant", "baseline", "--config", str(path))
+    stages.run("export", "--variant", "baseline", "--config", str(path))
     exported = load_file(
         Paths(config).drafter("tiny", "as-it-is", "baseline") / "model.safetensors"
     )
@@ -591,7 +585,7 @@ def test_zero_steps_leave_it_as_it_is_and_further_phases_go_on_from_it(recorded:
     assert set(exported) == set(given)
     for name, value in given.items():
         assert torch.equal(exported[name], value), name
-    run(path, "train", "--variant", "carryover")
+    stages.run("train", "--variant", "carryover", "--config", str(path))
     folder = Paths(config).training("tiny", "as-it-is", "carryover") / "final"
     carried = load_file(folder / "model.safetensors")
     assert carried["carry_embedding"].abs().sum() > 0

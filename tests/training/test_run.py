@@ -20,6 +20,7 @@ from carryover.paths import Paths
 from carryover.training import result
 from tests.test_features import put_responses
 from tests.tiny_target import tiny_config, write_tiny_target
+from tests.training.stages import Stages
 from tests.training.tiny import CARRIES
 
 LENGTHS = [
@@ -75,9 +76,8 @@ def command(config: Path, stage: str, variant: str) -> list[str]:
     return [sys.executable, "-m", "carryover", stage, "--config", str(config), "--variant", variant]
 
 
-def execute(config: Path, stage: str, variant: str) -> None:
-    done = subprocess.run(command(config, stage, variant), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+def execute(stages: Stages, config: Path, stage: str, variant: str, ranks: int = 1) -> str:
+    return stages.run(stage, "--config", str(config), "--variant", variant, cores=ranks)
 
 
 def metrics(config: Config, variant: str = "baseline", drafter: str = "DFlash") -> list[dict]:
@@ -92,11 +92,11 @@ def losses(config: Config, variant: str = "baseline", drafter: str = "DFlash") -
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def test_all_variants_train_and_export(recorded: Path) -> None:
+def test_all_variants_train_and_export(stages: Stages, recorded: Path) -> None:
     path, config = variation(recorded, "variants")
     for variant in ("baseline", "control", "carryover"):
-        execute(path, "train", variant)
-        execute(path, "export", variant)
+        execute(stages, path, "train", variant)
+        execute(stages, path, "export", variant)
     curve = losses(config)
     assert sum(curve[-3:]) < sum(curve[:3])
     folders = {v: Paths(config).drafter("tiny", "DFlash", v) for v in ("control", "carryover")}
@@ -120,15 +120,15 @@ def markov_variation(folder: Path, name: str, drafter: dict, **training) -> tupl
     return path, load_config(path)
 
 
-def test_gemmas_blocks_train_in_bfloat16(recorded: Path) -> None:
+def test_gemmas_blocks_train_in_bfloat16(stages: Stages, recorded: Path) -> None:
     """From random weights; the scalar at a block's end, a buffer, follows the rest's type."""
     drafter = {
         "markov_rank": 8, "slot_layout": "anchor_first", "blocks": "gemma4", "qk_norm": True,
         "initialize": "random",
     }  # fmt: skip
     path, config = markov_variation(recorded, "gemma", drafter, precision="bfloat16")
-    execute(path, "train", "baseline")
-    execute(path, "export", "baseline")
+    execute(stages, path, "train", "baseline")
+    execute(stages, path, "export", "baseline")
     curve = losses(config, drafter="Markov")
     assert sum(curve[-3:]) < sum(curve[:3])
     folder = Paths(config).drafter("tiny", "Markov", "baseline")
@@ -138,15 +138,13 @@ def test_gemmas_blocks_train_in_bfloat16(recorded: Path) -> None:
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    "slot_layout", ["fill_in", pytest.param("anchor_first", marks=pytest.mark.long)]
-)
-def test_markov_variants_train_and_export(recorded: Path, slot_layout: str) -> None:
+@pytest.mark.parametrize("slot_layout", ["fill_in", "anchor_first"])
+def test_markov_variants_train_and_export(stages: Stages, recorded: Path, slot_layout: str) -> None:
     drafter = {"markov_rank": 8, "slot_layout": slot_layout}
     path, config = markov_variation(recorded, f"markov-{slot_layout}", drafter)
     for variant in ("baseline", "carryover"):
-        execute(path, "train", variant)
-        execute(path, "export", variant)
+        execute(stages, path, "train", variant)
+        execute(stages, path, "export", variant)
     curve = losses(config, drafter="Markov")
     assert sum(curve[-3:]) < sum(curve[:3])
     for variant in ("baseline", "carryover"):
@@ -168,7 +166,7 @@ def test_markov_variants_train_and_export(recorded: Path, slot_layout: str) -> N
 
 
 @pytest.mark.long
-def test_zero_3_does_not_change_a_markov_curve(recorded: Path) -> None:
+def test_zero_3_does_not_change_a_markov_curve(stages: Stages, recorded: Path) -> None:
     # 320 x 512 weights: DeepSpeed partitions no smaller ones.
     drafter = {"markov_rank": 512, "vocabulary": "full"}
     curves = []
@@ -176,39 +174,15 @@ def test_zero_3_does_not_change_a_markov_curve(recorded: Path) -> None:
         path, config = markov_variation(
             recorded, f"markov-{zero_stage}", drafter, zero_stage=zero_stage, ranks=ranks
         )
-        execute(path, "train", "baseline")
-        execute(path, "train", "carryover")
+        execute(stages, path, "train", "baseline", ranks)
+        execute(stages, path, "train", "carryover", ranks)
         curves.append([losses(config, v, "Markov") for v in ("baseline", "carryover")])
     for got, want in zip(curves[1], curves[0], strict=True):
         assert got == pytest.approx(want, rel=1e-4)
 
 
-# DeepSpeed trains once in a process. Forks share the imports, which are most of the time.
-TRAIN_ALL = """
-import multiprocessing, sys
-import carryover.training.loop
-from carryover import training
-from carryover.config import load_config
-from carryover.drafter import export
-
-def train(config, variant):
-    training.run(config, target="tiny", drafter="DFlash", variant=variant)
-    if variant == "carryover":
-        export.run(config, target="tiny", drafter="DFlash", variant=variant)
-
-configs = [load_config(path) for path in sys.argv[1:]]
-fork = multiprocessing.get_context("fork")
-for config, variant in [(configs[0], "baseline"), *((c, "carryover") for c in configs)]:
-    process = fork.Process(target=train, args=(config, variant))
-    process.start()
-    process.join()
-    if process.exitcode:
-        sys.exit(f"{variant} of {config.carry} failed")
-"""
-
-
 @pytest.mark.long
-def test_every_carry_trains_and_exports(recorded: Path) -> None:
+def test_every_carry_trains_and_exports(stages: Stages, recorded: Path) -> None:
     configs = {}
     for rows, distinction in CARRIES:
         path, _ = variation(recorded, f"{rows}-{distinction}", decay_gamma=6.0)
@@ -216,12 +190,10 @@ def test_every_carry_trains_and_exports(recorded: Path) -> None:
         content["carry"].update(rows=rows, distinction=distinction)
         path.write_text(yaml.safe_dump(content))
         configs[rows, distinction] = path
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN_ALL, *map(str, configs.values())],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    execute(stages, next(iter(configs.values())), "train", "baseline")
+    for path in configs.values():
+        execute(stages, path, "train", "carryover")
+        execute(stages, path, "export", "carryover")
     before = {}
     for (rows, distinction), path in configs.items():
         folder = Paths(load_config(path)).training("tiny", "DFlash", "carryover")
@@ -251,14 +223,14 @@ def test_every_carry_trains_and_exports(recorded: Path) -> None:
     assert before["hidden_states", "projector"] == unmarked
 
 
-def test_online_features_give_the_same_curves(recorded: Path) -> None:
+def test_online_features_give_the_same_curves(stages: Stages, recorded: Path) -> None:
     """Without `features/` on disk: the target's forward pass in every step gives them."""
     paths = {}
     for name in ("cached", "online"):
         path, config = variation(recorded, f"features-{name}", features=name, micro_batch=2)
         paths[name] = config
         for variant in ("baseline", "carryover"):
-            execute(path, "train", variant)
+            execute(stages, path, "train", variant)
     for variant in ("baseline", "carryover"):
         want, got = (losses(config, variant) for config in paths.values())
         assert got == pytest.approx(want, rel=1e-4)
@@ -269,9 +241,9 @@ def test_online_features_give_the_same_curves(recorded: Path) -> None:
     assert "responses" in online["made_from"]
 
 
-def test_a_killed_run_resumes_with_the_same_curve(recorded: Path) -> None:
+def test_a_killed_run_resumes_with_the_same_curve(stages: Stages, recorded: Path) -> None:
     whole_path, whole = variation(recorded, "whole", decay_gamma=3.0)
-    execute(whole_path, "train", "baseline")
+    execute(stages, whole_path, "train", "baseline")
     content = yaml.safe_load(whole_path.read_text())
     content["seed"] = whole.seed
     cut_path, cut = variation(recorded, "cut", decay_gamma=3.0, keep_checkpoints=1)
@@ -285,7 +257,7 @@ def test_a_killed_run_resumes_with_the_same_curve(recorded: Path) -> None:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    execute(cut_path, "train", "baseline")
+    execute(stages, cut_path, "train", "baseline")
     assert losses(cut) == pytest.approx(want, rel=1e-6)
 
 
@@ -300,29 +272,28 @@ def test_a_killed_run_resumes_with_the_same_curve(recorded: Path) -> None:
     ],
 )
 def test_ranks_zero_stage_and_micro_batch_do_not_change_the_curve(
-    recorded: Path, zero_stage
+    stages: Stages, recorded: Path, zero_stage
 ) -> None:
     one_path, one = variation(recorded, "one", zero_stage=0, ranks=1, micro_batch=4)
     if not (recorded / "one.json").exists():
-        execute(one_path, "train", "baseline")
+        execute(stages, one_path, "train", "baseline")
         want = losses(one)
         (recorded / "one.json").write_text(json.dumps(want))
     want = json.loads((recorded / "one.json").read_text())
     two_path, two = variation(recorded, "two", zero_stage=zero_stage, ranks=2, micro_batch=1)
-    execute(two_path, "train", "baseline")
+    execute(stages, two_path, "train", "baseline", ranks=2)
     assert losses(two) == pytest.approx(want, rel=1e-4)
 
 
-def test_a_damaged_newest_checkpoint_is_skipped(recorded: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped(stages: Stages, recorded: Path) -> None:
     path, config = variation(recorded, "damaged", decay_gamma=5.0, keep_checkpoints=2)
-    execute(path, "train", "baseline")
+    execute(stages, path, "train", "baseline")
     want = losses(config)
     folder = Paths(config).training("tiny", "DFlash", "baseline")
     newest = sorted(folder.glob("step-*"))[-1]
     victim = max(newest.rglob("*.pt"), key=lambda p: p.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:-100])
-    done = subprocess.run(command(path, "train", "baseline"), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"skipping checkpoint {newest.name}" in done.stderr
-    assert "resuming at step 8" in done.stderr
+    shown = execute(stages, path, "train", "baseline")
+    assert f"skipping checkpoint {newest.name}" in shown
+    assert "resuming at step 8" in shown
     assert losses(config) == pytest.approx(want, rel=1e-6)
