@@ -175,6 +175,7 @@ def run_worker(body: Callable[[Channel], None]) -> None:
         sys.exit(1)
     # An engine holds nothing that outlives the process. To take it apart, vLLM and Python would
     # need seconds, in which the driver waits.
+    sys.stdout.flush()  # what libraries printed, into the log
     sys.stderr.flush()
     os._exit(0)
 
