@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.metadata
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -28,7 +30,7 @@ def arguments(name: str, about: str) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--out", type=file, default=RESULTS / f"{name}.json", help="JSON file")
+    parser.add_argument("--out", type=writable, default=str(RESULTS / f"{name}.json"), help="file")
     parser.add_argument("--tiny", action="store_true", help="toy shapes: does it run at all?")
     return parser
 
@@ -40,12 +42,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def file(text: str) -> Path:
-    """A path that can be written in the end, for argparse; its folder is made."""
+def writable(text: str) -> Path:
+    """A file that can be written once there is a result, for argparse; its folder is made."""
     path = Path(text)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be written ({error.strerror})") from None
     return path

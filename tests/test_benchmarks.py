@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import flops
+from benchmarks import flops, measure
 from benchmarks.measure import arguments, in_turn, median_ratio, ratio
 from benchmarks.shapes import TINY, random_batch, random_drafter, random_target
 from carryover.training.dvd import Blocks
@@ -87,6 +87,16 @@ def test_where_nothing_can_be_written_is_said_before_the_measurement(
     with pytest.raises(SystemExit):
         arguments("training_step", "").parse_args(["--out", str(tmp_path / bad)])
     assert f"{tmp_path / bad} cannot be written" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a_file"]
+
+
+def test_the_folder_of_results_is_looked_at_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "a_file").touch()
+    monkeypatch.setattr(measure, "RESULTS", tmp_path / "a_file")
+    with pytest.raises(SystemExit):
+        arguments("training_step", "").parse_args([])
 
 
 def test_all_steps_run_in_every_round_in_both_orders() -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from carryover.errors import CarryoverError
 
@@ -163,8 +163,12 @@ class Channel:
         return json.loads(line) if line else None
 
 
-def run_worker(body: Callable[[Channel], None]) -> None:
-    """Run a worker's body and report any failure to the driver; the traceback goes to the log."""
+def run_worker(body: Callable[[Channel], None]) -> NoReturn:
+    """Run a worker's body and report any failure to the driver; the traceback goes to the log.
+
+    The process ends here, and at once: to take an engine apart, vLLM and Python would need seconds,
+    in which the driver waits. What has to be written in the end, a trace for one, `body` closes.
+    """
     channel = Channel()
     try:
         body(channel)
@@ -173,8 +177,6 @@ def run_worker(body: Callable[[Channel], None]) -> None:
         text = str(error).strip() or type(error).__name__
         channel.send({"error": f"{type(error).__name__}: {text.splitlines()[0]}"})
         sys.exit(1)
-    # An engine holds nothing that outlives the process. To take it apart, vLLM and Python would
-    # need seconds, in which the driver waits.
     sys.stdout.flush()  # what libraries printed, into the log
     sys.stderr.flush()
     os._exit(0)

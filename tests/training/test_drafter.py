@@ -176,6 +176,57 @@ def test_block_attention_equals_one_softmax_over_concatenated_keys(
         torch.testing.assert_close(g.cpu(), w, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "length", "kv_heads", "grouping"),
+    [
+        (12, 46, 2, (6, 2)),
+        (13, 46, 6, (7, 2)),  # one block and some keys of padding; a key head for each query head
+        (8, 41, 2, (4, 2)),
+        (8, 64, 1, (8, 1)),
+        (5, 1, 2, None),  # nothing to share
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_attention_equals_dense(blocks, length, kv_heads, grouping, dtype):
+    torch.manual_seed(0)
+    q = torch.randn(2, blocks, 4, 6, 16)
+    context = torch.randn(2, 2, length, kv_heads, 16)
+    own = torch.randn(2, 2, blocks, 7, kv_heads, 16)
+    seen = torch.rand(2, blocks, 1, length) < 0.5, torch.rand(2, blocks, 4, 7) < 0.5
+    seen[1][..., 0] = True
+    grouped = Visible(*seen, "grouped")
+    inputs = [x.to(dtype) for x in (q, *context, *own)]
+    got = block_attention(*inputs, grouped)
+    wide = [x.double() for x in inputs]
+    want = block_attention(*wide, Visible(*seen, "dense"))
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6 if dtype == q.dtype else 0.02)
+    keys = {(4, grouping[0], dtype)} if grouping else {(dtype,)}
+    assert set(grouped._masks) == keys
+    if grouping:
+        assert grouped._masks[4, grouping[0], dtype].shape[0] == 2 * grouping[1]
+
+
+def test_one_mask_serves_every_kernel_and_type() -> None:
+    visible = Visible(torch.ones(1, 4, 1, 9) > 0, torch.ones(1, 4, 1, 2) > 0)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float32):
+        for size in (2, 3):
+            q = torch.zeros(1, 4, size, 2, 8, dtype=dtype)
+            k, own = torch.zeros(1, 9, 2, 8, dtype=dtype), torch.ones(1, 4, 2, 2, 8, dtype=dtype)
+            for kernel in ("dense", "grouped", "flex"):
+                visible.kernel = kernel
+                out = block_attention(q, k, k, own, own, visible)
+                # Scores are equal, so the mean over 11 keys, of which two have ones.
+                assert (out - 2 / 11).abs().max() < 0.01
+
+
+def test_auto_learns_with_dense_and_reads_with_grouped_on_cpu() -> None:
+    visible = Visible(torch.ones(1, 4, 1, 9) > 0, torch.ones(1, 4, 1, 2) > 0)
+    assert visible.chosen(torch.device("cuda")) == "flex"
+    assert visible.chosen(torch.device("cpu")) == "dense"
+    with torch.no_grad():
+        assert visible.chosen(torch.device("cpu")) == "grouped"
+
+
 @pytest.mark.parametrize("slot_layout", ["fill_in", "anchor_first"])
 def test_all_kernels_draft_the_same(slot_layout):
     drafter = tiny_drafter(slot_layout)

@@ -49,17 +49,18 @@ def test_of_equal_logits_the_first_is_the_best(dtype):
     assert result.predicted.tolist() == best(logits).tolist()
 
 
-def test_loss_of_logits_that_overflow_an_exponential():
-    """What one exponential serves is taken relative to the largest logit."""
+@pytest.mark.parametrize("size", [30.0, 500.0, 1000.0])
+def test_losses_of_large_logits_keep_their_small_part(size):
+    """Also of those whose own exponential overflows."""
     hidden = torch.tensor([[1.0]], requires_grad=True)
-    head = torch.tensor([[500.0], [-500.0], [499.0]])
-    for label, want in ((0, 0.313262), (1, 1000.313262), (2, 1.313262)):
+    head = torch.tensor([[size], [-size], [size - 1]])
+    for label, want in ((0, 0.3132617), (1, 2 * size + 0.3132617), (2, 1.3132617)):
         result = frozen_head_loss(hidden, head, torch.tensor([label]), torch.ones(1))
-        assert result.cross_entropy.item() == pytest.approx(want, rel=1e-5)
+        assert result.cross_entropy.item() == pytest.approx(want, rel=1e-6)
         result.total.backward()
-    # 500 q0 - 500 q1 + 499 q2 less the label's own, over the three labels
-    expected = 3 * (500 * 0.731059 + 499 * 0.268941) - (500 - 500 + 499)
-    assert hidden.grad.item() == pytest.approx(expected, rel=1e-5)
+    # q is 1 / (1 + 1/e) of the first and the rest of the third.
+    mean = size - 0.2689414
+    assert hidden.grad.item() == pytest.approx(3 * mean - (size - size + size - 1), rel=1e-6)
 
 
 def dense(hidden, head, observed, labels, latent, correction, states, cap=None):

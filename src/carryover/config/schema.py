@@ -350,8 +350,8 @@ class Training(Section):
     )
     attention: Literal["auto", "dense", "flex", "grouped"] = Field(
         default="auto",
-        description="Kernel of block attention: auto (the fastest of the device) | dense | flex | "
-        "grouped.",
+        description="Kernel of block attention: auto (flex on CUDA; on CPU dense with gradients, "
+        "grouped without) | dense | flex | grouped.",
     )
     max_length: Annotated[int, Field(ge=2)] = Field(
         default=384, description="Tokens of prompt and response; longer ones are cut."

@@ -9,6 +9,7 @@
 All read the mask from the same `Visible`.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -20,10 +21,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 Kernel = Literal["auto", "dense", "flex", "grouped"]
 
-# Of `grouped` on CPU: with fewer blocks at a time it is slower than `dense`; and with AMX, other
-# numbers of keys take up to 1.4 times as long as a multiple of 16.
+# Of `grouped` on CPU: with fewer blocks at a time it is slower than `dense`, which then takes over;
+# and with AMX, other numbers of keys take up to 1.4 times as long as a multiple of 16.
 LEAST_GROUP = 4
-KEYS = 16
+KEY_MULTIPLE = 16
 
 
 @dataclass(eq=False)
@@ -37,12 +38,10 @@ class Visible:
     context: Tensor
     own: Tensor
     kernel: Kernel = "auto"
-    _block_mask: BlockMask | None = field(default=None, init=False, repr=False)
-    _dense_mask: Tensor | None = field(default=None, init=False, repr=False)
-    _grouped_mask: Tensor | None = field(default=None, init=False, repr=False)
+    _masks: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
     def chosen(self, device: torch.device) -> Kernel:
-        """The kernel that is used where none was asked for: the fastest of the device."""
+        """The kernel that was asked for, else the fastest here: with or without gradients."""
         if self.kernel != "auto":
             return self.kernel
         if device.type == "cuda":
@@ -52,29 +51,36 @@ class Visible:
     def dense_mask(self, dtype: torch.dtype) -> Tensor:
         """[R, 1, N, 1, S or 1, T + J], 0 or -inf, to be added to scores [R, kv_heads, N, group, S,
         T + J]."""
-        if self._dense_mask is None:
+        if (dtype,) not in self._masks:
             queries = max(self.context.shape[2], self.own.shape[2])
             parts = (v.expand(-1, -1, queries, -1) for v in (self.context, self.own))
-            self._dense_mask = _to_add(torch.cat(tuple(parts), -1)[:, None, :, None], dtype)
-        return self._dense_mask
+            self._masks[dtype,] = _to_add(torch.cat(tuple(parts), -1)[:, None, :, None], dtype)
+        return self._masks[dtype,]
 
     def grouped_mask(self, size: int, group: int, dtype: torch.dtype) -> Tensor:
-        """To be added to scores [R * N / group, heads, group * S, T + group * J + padding]: 0 or
-        -inf. Keys are padded to a multiple of KEYS."""
-        if self._grouped_mask is None:
+        """[R * groups, 1, group * S, T + group * J + padding], 0 or -inf, to be added to scores.
+
+        Blocks are padded to whole groups, and keys to a multiple of KEY_MULTIPLE.
+        """
+        if (size, group, dtype) not in self._masks:
+            missing = -self.own.shape[1] % group
+            # What is padding sees everything: a query has to see something.
             context, own = (
-                v.expand(-1, -1, size, -1).unflatten(1, (-1, group)).flatten(0, 1)
+                F.pad(v.expand(-1, -1, size, -1), (0, 0, 0, 0, 0, missing), value=True)
+                .unflatten(1, (-1, group))
+                .flatten(0, 1)
                 for v in (self.context, self.own)
-            )  # [R * N / group, group, S, T or J]
+            )  # [R * groups, group, S, T or J]
             of_block = torch.eye(group, dtype=torch.bool, device=own.device)[:, None, :, None]
             own = (own[:, :, :, None] & of_block).flatten(-2)
             sees = torch.cat((context, own), -1).flatten(1, 2)[:, None]
-            self._grouped_mask = _to_add(F.pad(sees, (0, -sees.shape[-1] % KEYS)), dtype)
-        return self._grouped_mask
+            sees = F.pad(sees, (0, -sees.shape[-1] % KEY_MULTIPLE))
+            self._masks[size, group, dtype] = _to_add(sees, dtype)
+        return self._masks[size, group, dtype]
 
     def block_mask(self, size: int) -> BlockMask:
         """The same for queries [N * S] and keys [T, then N * J]; size: S."""
-        if self._block_mask is None:
+        if (size,) not in self._masks:
             context, own = self.context, self.own
             responses, blocks, _, length = context.shape
             width = own.shape[3]
@@ -92,7 +98,7 @@ class Visible:
                     & (beyond // width == block),
                 )
 
-            self._block_mask = create_block_mask(
+            self._masks[size,] = create_block_mask(
                 sees,
                 B=responses,
                 H=None,
@@ -100,11 +106,12 @@ class Visible:
                 KV_LEN=length + blocks * width,
                 device=context.device.type,
             )
-        return self._block_mask
+        return self._masks[size,]
 
 
 def _to_add(sees: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as what is added to scores: no gradient has to pass through a choice."""
+    """A bool mask as what is added to scores, which have to be finite where nothing is seen too: no
+    gradient has to pass through a choice."""
     return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(
         ~sees, float("-inf")
     )
@@ -196,23 +203,28 @@ def _grouped(
     scale: float | None,
 ) -> Tensor:
     """A group's blocks share one attention over [context | their own keys], masked to each its own:
-    a copy of the context a group, and scores that are not needed for each other block in it."""
+    a copy of the context a group, and scores that are not needed for each other block in it.
+
+    The two are balanced where a group has as many keys of its own as the context."""
     rows, blocks, size, heads, dim = q.shape
-    # Copies and idle scores are balanced where a group has as many keys of its own as the context.
-    most = max(LEAST_GROUP, context_k.shape[1] // own_k.shape[2])
-    group = max(n for n in range(1, most + 1) if blocks % n == 0)
+    length, own_keys = context_k.shape[1], own_k.shape[2]
+    least = math.ceil(blocks * own_keys / length)
+    groups = next((n for n in range(least, 2 * least) if blocks % n == 0), least)
+    group = math.ceil(blocks / groups)
     if group < LEAST_GROUP:
         return _dense(q, context_k, context_v, own_k, own_v, visible, scale)
-    groups = blocks // group
+    groups = math.ceil(blocks / group)
     mask = visible.grouped_mask(size, group, q.dtype)
+    missing = groups * group - blocks
+    if missing:
+        q, own_k, own_v = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing)) for x in (q, own_k, own_v))
 
     def shared(context: Tensor, own: Tensor) -> Tensor:
         """[R * groups, kv_heads, T + group * J + padding, D]."""
         copies = context[:, None].expand(-1, groups, -1, -1, -1)
-        parts = [copies, own.unflatten(1, (groups, group)).flatten(2, 3)]
-        padding = mask.shape[-1] - parts[0].shape[2] - parts[1].shape[2]
-        if padding:
-            parts.append(own.new_zeros(rows, groups, padding, *own.shape[3:]))
+        padding = mask.shape[-1] - length - group * own_keys
+        none = own.new_zeros(rows, groups, padding, *own.shape[3:])
+        parts = (copies, own.unflatten(1, (groups, group)).flatten(2, 3), none)
         return torch.cat(parts, 2).flatten(0, 1).transpose(1, 2)
 
     out = F.scaled_dot_product_attention(
@@ -223,7 +235,7 @@ def _grouped(
         scale=scale,
         enable_gqa=heads != own_k.shape[3],
     )
-    return out.transpose(1, 2).reshape(rows, blocks, size, heads, dim)
+    return out.transpose(1, 2).reshape(rows, groups * group, size, heads, dim)[:, :blocks]
 
 
 @cache

@@ -72,7 +72,7 @@ class Trainer:
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if self.settings.attention == "flex" and self.device.type != "cuda":
             raise CarryoverError(
-                "training.attention: flex has no gradient on CPU", "Set it to auto or dense."
+                "training.attention: flex has no gradient on CPU", "Set it to auto."
             )
         self.dtype = getattr(torch, self.settings.precision)
 
