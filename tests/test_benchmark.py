@@ -6,9 +6,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -25,6 +24,7 @@ from carryover.engine_process import EngineProcess
 from carryover.errors import CarryoverError
 from carryover.paths import Paths
 from carryover.serving_env import vllm_environment
+from tests.ahead import Ahead, running
 from tests.serving.checkpoints import FEATURE_LAYERS, PROPOSALS, write_drafter
 from tests.tiny_target import (
     MASK_ID,
@@ -90,19 +90,31 @@ def rows_of(config: Config, temperature: float = 0) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def engines(of: Callable[[psutil.Process], bool]) -> list[int]:
-    """Living processes with an engine, of which `of` is true."""
+def living(of: Callable[[psutil.Process], bool]) -> list[int]:
+    """Processes of which `of` is true, and that have not ended."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if "carryover.benchmark.worker" in process.cmdline() and of(process):
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if of(process) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return found
 
 
-def engines_of(driver: int) -> list[int]:
-    """Those of a driver that has a session of its own, and may have ended."""
-    return engines(lambda process: os.getsid(process.pid) == driver)
+def is_own_engine(process: psutil.Process) -> bool:
+    return process.ppid() == os.getpid() and "carryover.benchmark.worker" in process.cmdline()
+
+
+def followers(session: int) -> list[int]:
+    """The processes of a session without the one that began it, which may have ended."""
+    return living(lambda process: os.getsid(process.pid) == session != process.pid)
+
+
+def wait_for_followers(session: int) -> None:
+    """They have nothing to do without their driver, but may end a little later."""
+    deadline = time.monotonic() + 20
+    while left := followers(session):
+        assert time.monotonic() < deadline, f"{left} outlived their driver"
+        time.sleep(0.05)
 
 
 RUN = """
@@ -116,76 +128,81 @@ benchmark.run(
 
 
 @contextlib.contextmanager
-def driver(folder: Path, temperature: float) -> Iterator[subprocess.Popen[bytes]]:
+def driver(folder: Path, temperature: float) -> Iterator[subprocess.Popen[str]]:
     """The stage with the config in `folder`, in a session of its own."""
     command = [sys.executable, "-c", RUN, str(folder / "config.yaml"), str(temperature)]
-    with (folder / "driver.log").open("wb") as log:
-        process = subprocess.Popen(command, stderr=log, start_new_session=True)
-    try:
+    with (
+        (folder / "driver.log").open("wb") as log,
+        running(command, stderr=log, start_new_session=True) as process,
+    ):
         yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
-def run_whole(folder: Path) -> None:
+def run_whole(folder: Path, config: Config) -> Config:
     with driver(folder, 0) as process:
         assert process.wait() == 0, (folder / "driver.log").read_text()
-        assert engines_of(process.pid) == []
+    wait_for_followers(process.pid)
+    return config
 
 
-def run_killed(folder: Path, output: Path) -> list[dict]:
-    """kill -9 in the middle, then to the end. Returns the rows that the killed run has kept."""
+def run_killed(folder: Path, config: Config) -> tuple[Config, list[dict]]:
+    """kill -9 in the middle, then to the end. With the rows that the killed run has kept."""
+    output = Paths(config).benchmark("tiny", "DFlash", 1)
     with driver(folder, 1) as process:
         deadline = time.monotonic() + 200
         while not (journals := list(output.parent.glob(".*.journal"))):
             assert process.poll() is None, (folder / "driver.log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert engines_of(process.pid)
-    deadline = time.monotonic() + 20
-    while engines_of(process.pid):
-        assert time.monotonic() < deadline, "a worker outlived its driver"
-        time.sleep(0.05)
+        assert followers(process.pid)
+    wait_for_followers(process.pid)
     kept = [json.loads(line) for line in journals[0].read_text().splitlines()]
     assert not output.exists()
     with journals[0].open("a") as file:
         file.write('{"variant": "cut sho')  # as a crash in the middle of a write would
     with driver(folder, 1) as process:
         assert process.wait() == 0, (folder / "driver.log").read_text()
-    return kept
-
-
-@dataclass
-class Runs:
-    """Finished benchmarks: interleaved at temperature 0, and one variant after another at 1."""
-
-    interleaved: Config
-    killed: Config
-    kept: list[dict]
+    return config, kept
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Both at once: engines spend most of their time on one core, to start."""
-    folders = [tmp_path_factory.mktemp("benchmark") for _ in range(2)]
-    interleaved = prepare(folders[0])
-    killed = prepare(folders[1], interleave=False, warmup_prompts=0)
-    with ThreadPoolExecutor(2) as pool:
-        whole = pool.submit(run_whole, folders[0])
-        output = Paths(killed).benchmark("tiny", "DFlash", 1)
-        kept = pool.submit(run_killed, folders[1], output)
-    whole.result()
-    return Runs(interleaved, killed, kept.result())
+def ahead(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ahead]:
+    """What the chosen tests need of both: engines spend most of their time on one core, to start.
+
+    Prepared one after the other: torch has one random generator for all threads.
+    """
+    chosen = [item for item in request.session.items if item.path == request.path]
+    needed = {name for item in chosen for name in getattr(item, "fixturenames", ())}
+    functions = {}
+    if "interleaved" in needed:
+        folder = tmp_path_factory.mktemp("interleaved")
+        functions["interleaved"] = partial(run_whole, folder, prepare(folder))
+    if "killed" in needed:
+        folder = tmp_path_factory.mktemp("killed")
+        config = prepare(folder, interleave=False, warmup_prompts=0)
+        functions["killed"] = partial(run_killed, folder, config)
+    with Ahead(functions) as begun:
+        yield begun
 
 
-@pytest.fixture
-def config(runs: Runs) -> Config:
-    return runs.interleaved
+@pytest.fixture(scope="module")
+def interleaved(ahead: Ahead) -> Config:
+    """Of a finished benchmark at temperature 0, with the variants in turn."""
+    return ahead("interleaved")
 
 
-def test_every_prompt_is_measured_once_by_every_variant_in_rotating_order(config: Config) -> None:
-    rows = rows_of(config)
+@pytest.fixture(scope="module")
+def killed(ahead: Ahead) -> tuple[Config, list[dict]]:
+    """Of one at temperature 1, one variant after another, and what it had when it was killed."""
+    return ahead("killed")
+
+
+def test_every_prompt_is_measured_once_by_every_variant_in_rotating_order(
+    interleaved: Config,
+) -> None:
+    rows = rows_of(interleaved)
     assert len(rows) == 4 * 4
     groups = [rows[i : i + 4] for i in range(0, 16, 4)]
     for group in groups:
@@ -200,11 +217,11 @@ def test_every_prompt_is_measured_once_by_every_variant_in_rotating_order(config
         assert row["seconds"] > 0
 
 
-def test_outputs_are_the_targets_own_greedy_tokens(config: Config) -> None:
+def test_outputs_are_the_targets_own_greedy_tokens(interleaved: Config) -> None:
     """With every drafter: speculation changes the speed, never the output."""
-    model, tokenizer = target.load_target(Paths(config).target("tiny"), "float32")
+    model, tokenizer = target.load_target(Paths(interleaved).target("tiny"), "float32")
     texts = {p: t for texts in TEXTS.values() for t in texts for p in [t]}
-    rows = rows_of(config)
+    rows = rows_of(interleaved)
     for text in texts:
         ids = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
@@ -222,8 +239,8 @@ def test_outputs_are_the_targets_own_greedy_tokens(config: Config) -> None:
             assert row["output_tokens"] == len(row["output_ids"])
 
 
-def test_counts_of_rounds_and_accepted_tokens_agree_with_the_output(config: Config) -> None:
-    for row in rows_of(config):
+def test_counts_of_rounds_and_accepted_tokens_agree_with_the_output(interleaved: Config) -> None:
+    for row in rows_of(interleaved):
         if row["variant"] == "autoregressive":
             assert (row["rounds"], row["accepted"]) == (row["output_tokens"] - 1, 0)
             continue
@@ -237,22 +254,24 @@ def test_counts_of_rounds_and_accepted_tokens_agree_with_the_output(config: Conf
         assert row["output_tokens"] <= committed <= row["output_tokens"] + PROPOSALS
 
 
-def test_the_manifest_holds_the_engines_facts(config: Config) -> None:
+def test_the_manifest_holds_the_engines_facts(interleaved: Config) -> None:
     manifest = read_manifest(
-        Paths(config).benchmark("tiny", "DFlash", 0),
+        Paths(interleaved).benchmark("tiny", "DFlash", 0),
         stage="benchmark",
-        config=config.stage("benchmark", "tiny", "DFlash"),
+        config=interleaved.stage("benchmark", "tiny", "DFlash"),
         verify=True,
     )
-    engines = manifest["extra"]["engines"]
-    assert set(engines) == set(benchmark.VARIANTS)
-    assert all(facts["startup_seconds"] > 0 for facts in engines.values())
-    assert all(100 < facts["peak_rss_mib"] < 4000 for facts in engines.values())
+    found = manifest["extra"]["engines"]
+    assert set(found) == set(benchmark.VARIANTS)
+    assert all(facts["startup_seconds"] > 0 for facts in found.values())
+    assert all(100 < facts["peak_rss_mib"] < 4000 for facts in found.values())
     assert set(manifest["inputs"]) == {"target", *TEXTS, *TRAINED_VARIANTS}
 
 
-def test_a_killed_run_leaves_no_engine_and_goes_on_where_it_stopped(runs: Runs) -> None:
-    config, kept = runs.killed, runs.kept
+def test_a_killed_run_leaves_no_engine_and_goes_on_where_it_stopped(
+    killed: tuple[Config, list[dict]],
+) -> None:
+    config, kept = killed
     assert 0 < len(kept) < 16
     rows = rows_of(config, 1)
     assert len(rows) == 16
@@ -269,7 +288,7 @@ def test_too_large_a_kv_cache_is_one_line_and_leaves_no_engine(tmp_path: Path) -
     assert "\n" not in str(caught.value)
     assert ".autoregressive.log" in caught.value.fix
     assert "lower benchmark.kv_cache_gib" in caught.value.fix
-    assert engines(lambda process: process.ppid() == os.getpid()) == []
+    assert living(is_own_engine) == []
     assert not Paths(config).benchmark("tiny", "DFlash", 0).exists()
 
 

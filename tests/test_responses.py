@@ -103,7 +103,10 @@ def test_answers_of_another_config_are_not_kept_and_sampled_ones_depend_on_promp
         responses.run(other, target="tiny")
         return {row["prompt_id"]: row["response_ids"] for row in responses.read_responses(folder)}
 
-    saved = {path: path.read_bytes() for path in folder.iterdir()}
+    # What the other tests look at: the answers, and the prompts with their manifest.
+    prompts = Paths(config).train_prompts()
+    shared = [*folder.iterdir(), *prompts.parent.glob(f"{prompts.name}*")]
+    saved = {path: path.read_bytes() for path in shared}
     try:
         whole = answers(TEXTS[:6])
         assert len(whole) == 6

@@ -8,21 +8,18 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import pytest
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 
 from carryover.serving.plugin import WORKER
+from tests.ahead import running
 from tests.serving import checkpoints
 from tests.serving.reference import DenseDrafter, DenseTarget
 from tests.tiny_target import SPECIALS, write_tokenizer
 
-T = TypeVar("T")
 HERE = Path(__file__).parent
 # One thread: the models are tiny, and OpenMP threads that wait for each other cost far more.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -49,37 +46,12 @@ def run_script(
     """Run a script of this folder that writes `results` with torch.save, and read that."""
     command = [sys.executable, str(HERE / script), *arguments, str(results)]
     environment = ENVIRONMENT | (V2 if v2 else {}) | ({} if plugins else {"VLLM_PLUGINS": ""})
-    # Hours: against a hang only, on a machine that may be busy with other things.
-    finished = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=4 * 3600
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with running(command, env=environment, **streams) as process:
+        # Hours: against a hang only, on a machine that may be busy with other things.
+        _, errors = process.communicate(timeout=4 * 3600)
+    assert process.returncode == 0, errors[-4000:]
     return torch.load(results)
-
-
-class Ahead:
-    """Functions of a folder that wait for processes, run ahead of the tests that need them.
-
-    One on each core: their processes compute with one thread.
-    """
-
-    def __init__(
-        self, functions: list[Callable[[Path], Any]], folders: pytest.TempPathFactory
-    ) -> None:
-        self.pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
-        self.futures = {
-            function: self.pool.submit(function, folders.mktemp("ahead"))
-            for function in dict.fromkeys(functions)
-        }
-
-    def __call__(self, function: Callable[[Path], T]) -> T:
-        return self.futures[function].result()
-
-    def __enter__(self) -> Ahead:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.pool.shutdown(cancel_futures=True)
 
 
 def run_jobs(folder: Path, jobs: list[dict[str, Any]], *, v2: bool = False) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 
 from carryover.serving.plugin import WORKER
 from tests.serving import checkpoints
-from tests.serving.harness import Ahead, check_refused, run_refusals
+from tests.serving.harness import check_refused, run_refusals
 
 FIELD = {"enabled": True, "slot_layout": "fill_in"}
 DFLASH = {"mask_token_id": checkpoints.MASK, "target_layer_ids": checkpoints.FEATURE_LAYERS}
@@ -195,8 +195,8 @@ def run_ahead(folder: Path) -> dict[str, str | None]:
 
 
 @pytest.fixture(scope="module")
-def refused(ahead: Ahead) -> dict[str, str | None]:
-    return ahead(run_ahead)
+def refused(ran_ahead: dict[str, str | None]) -> dict[str, str | None]:
+    return ran_ahead
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.serving import checkpoints
-from tests.serving.harness import Ahead, run_jobs
+from tests.serving.harness import run_jobs
 from tests.serving.reference import DenseTarget
 
 VOCABULARY = 8
@@ -56,9 +56,9 @@ def run_ahead(folder: Path) -> tuple[Path, dict[str, dict]]:
 
 
 @pytest.fixture(scope="module")
-def everything(ahead: Ahead) -> tuple[torch.Tensor, dict[str, dict]]:
+def everything(ran_ahead: tuple[Path, dict[str, dict]]) -> tuple[torch.Tensor, dict[str, dict]]:
     """Probabilities [VOCABULARY] * TOKENS, and vLLM's results."""
-    target, results = ahead(run_ahead)
+    target, results = ran_ahead
     return _enumerate(DenseTarget.load(target, [0])), results
 
 

@@ -13,7 +13,7 @@ from carryover.errors import CarryoverError
 from carryover.serving.trace import FLUSH_ROUNDS, ROUNDS, TOP_K, TraceWriter, read_rows, read_trace
 from carryover.serving.trace_settings import TraceSettings
 from tests.serving import checkpoints
-from tests.serving.harness import ACCEPTED, GENERATED, Ahead, Served, random_prompts, run_jobs
+from tests.serving.harness import ACCEPTED, GENERATED, Served, random_prompts, run_jobs
 from tests.serving.reference import DenseTarget
 
 PROMPTS = random_prompts(0, checkpoints.VOCABULARY, (5, 70, 23, 3, 41, 11))
@@ -75,8 +75,8 @@ def run_ahead(folder: Path) -> dict[str, Run]:
 
 
 @pytest.fixture(scope="module")
-def runs(ahead: Ahead) -> dict[str, Run]:
-    return ahead(run_ahead)
+def runs(ran_ahead: dict[str, Run]) -> dict[str, Run]:
+    return ran_ahead
 
 
 @pytest.fixture(scope="module")

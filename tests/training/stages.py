@@ -2,13 +2,15 @@
 
 DeepSpeed trains once in a process, and importing it and torch takes longer than a tiny drafter's
 training. So one process imports them and forks for each command line that it is given. It has run
-nothing before: a fork of a process whose threads have worked may hang.
+nothing before: a fork of a process whose threads have worked may hang. Its stderr, and what the
+stages write to stdout and stderr, go to one log.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -20,17 +22,24 @@ class Stages:
     """The process that forks; `run` is `carryover ARGUMENTS` in a fork."""
 
     def __init__(self, log: Path) -> None:
-        log.touch()
         self.log = log
-        # A fork can use no GPU that was asked for before in any other way than through NVML.
-        environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(log)],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        environment = os.environ | {
+            # A fork can use no GPU that was asked for before in any other way than through NVML.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            # As the command line sets it, before tqdm is imported.
+            "TQDM_DISABLE": "1",
+            # Else NumPy's import starts threads, which _check_threads could not tell from others.
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        with log.open("ab") as sink:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                text=True,
+            )
 
     def __enter__(self) -> Stages:
         return self
@@ -42,22 +51,41 @@ class Stages:
         where: TracebackType | None,
     ) -> None:
         self.process.communicate()
+        if kind is None:
+            # A Ctrl-C is for this process, too.
+            assert self.process.returncode in (0, -signal.SIGINT), self._ended()
+
+    def _ended(self) -> str:
+        status = self.process.wait()
+        return f"the process that forks ended with {status}:\n{self.log.read_text()[-3000:]}"
 
     def run(self, *arguments: str, cores: int = 1) -> str:
-        """What the stage wrote to stderr; it has to succeed.
+        """What the stage wrote to stdout and stderr; it has to succeed.
 
         cores: how many it may use. The drafters are tiny: more threads only wait for each other.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps([cores, *arguments]) + "\n")
-        self.process.stdin.flush()
-        status = self.process.stdout.readline()
+        try:
+            self.process.stdin.write(json.dumps([cores, *arguments]) + "\n")
+            self.process.stdin.flush()
+            status = self.process.stdout.readline()
+        except BrokenPipeError:
+            status = ""
+        assert status, self._ended()
         written = self.log.read_text()
-        assert status == "0\n", (status, written[-3000:])
+        assert status == "0\n", f"ended with {status}{written[-3000:]}"
         return written
 
 
-def main(log: str) -> None:
+def _check_threads() -> None:
+    """There are no threads that could have worked; a fork might hang then."""
+    others = set(os.listdir("/proc/self/task")) - {str(os.getpid())}
+    names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in others]
+    # PyArrow's allocator has one, and is made to be forked with it.
+    assert set(names) <= {"jemalloc_bg_thd"}, f"threads before a fork: {names}"
+
+
+def main() -> None:
     import torch
 
     if not torch.cuda.is_available():
@@ -70,14 +98,16 @@ def main(log: str) -> None:
 
     for line in sys.stdin:
         cores, *arguments = json.loads(line)
+        _check_threads()
+        os.ftruncate(2, 0)  # the log is this stage's, from here on
         child = os.fork()
         if not child:
             status = 1
             try:
-                sink = os.open(log, os.O_WRONLY | os.O_TRUNC)
-                for stream in (1, 2):
-                    os.dup2(sink, stream)
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # it reads no command lines
+                os.dup2(2, 1)
                 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+                torch.set_num_threads(cores)  # torch counted them when it was imported
                 status = command_line(arguments)
             except BaseException:
                 traceback.print_exc()
@@ -89,4 +119,4 @@ def main(log: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

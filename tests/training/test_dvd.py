@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from carryover.drafter.attention import LEAST_GROUP, Visible
 from carryover.training import verify
 from carryover.training.batch import Batch
 from carryover.training.dvd import draft_and_verify
@@ -55,36 +56,45 @@ def continuation(target, prefix, count, wrong_from):
     return ids[-count:]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("chunk", [4096, 1])
-def test_verification_equals_an_ordinary_forward_of_each_branch(family, chunk, monkeypatch):
-    monkeypatch.setattr(verify, "CHUNK_TOKENS", chunk)
+FAMILIES = ["llama", "qwen3", "qwen3, sliding", "gemma4, sliding"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("together", [7, 4, 1])  # anchors
+def test_verification_equals_an_ordinary_forward_of_each_branch(family, together, monkeypatch):
+    size, rows = 4, 2
+    monkeypatch.setattr(verify, "CHUNK_TOKENS", together * size * rows)
+    grouped = []
+    mask = Visible.grouped_mask
+    monkeypatch.setattr(
+        Visible, "grouped_mask", lambda *arguments: grouped.append(1) or mask(*arguments)
+    )
     target = tiny_target(family)
-    batch = recorded(target)
-    wanted = [[0, 1, 2, 3], [4, 3, 0, 1]]
+    ids = recorded(target, rows, length=24).token_ids
+    # Before, at and behind the first position that a window leaves out.
+    anchors = torch.tensor([[0, 1, 2, 9, 14, 17, 22], [3, 5, 7, 11, 13, 19, 21]])
+    wanted = [[0, 1, 2, 3, 4, 2, 1], [4, 3, 0, 1, 4, 4, 2]]
     target.set_attn_implementation("eager")
     proposals = torch.stack(
         [
             torch.stack(
                 [
-                    continuation(target, batch.token_ids[r, : a + 1], 4, wanted[r][n])
+                    continuation(target, ids[r, : a + 1], size, wanted[r][n])
                     for n, a in enumerate(row)
                 ]
             )
-            for r, row in enumerate(batch.anchors.tolist())
+            for r, row in enumerate(anchors.tolist())
         ]
     )
     want = [
-        [
-            dense_verify(target, batch.token_ids[r, : a + 1], proposals[r, n])
-            for n, a in enumerate(row)
-        ]
-        for r, row in enumerate(batch.anchors.tolist())
+        [dense_verify(target, ids[r, : a + 1], proposals[r, n]) for n, a in enumerate(row)]
+        for r, row in enumerate(anchors.tolist())
     ]
     verifier = Verifier(target, list(LAYERS))
-    got = verifier(verifier.read(batch.token_ids), batch.anchors, proposals)
-    for r in range(2):
-        for n in range(4):
+    got = verifier(verifier.read(ids), anchors, proposals)
+    assert bool(grouped) == (together >= LEAST_GROUP)
+    for r in range(rows):
+        for n in range(anchors.shape[1]):
             torch.testing.assert_close(got.features[r, n], want[r][n][0], rtol=1e-4, atol=1e-4)
             right = want[r][n][1] == proposals[r, n]
             assert got.accepted[r, n] == right.cumprod(0).sum() == wanted[r][n]

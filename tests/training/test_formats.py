@@ -528,7 +528,6 @@ def written(recorded: Path, layout: str) -> tuple[Path, dict[str, Any]]:
     return folder, keys
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "layout", ["z-lab", "DeepSpec", "speculators", "DeepSpec-Gemma", "carryover"]
 )

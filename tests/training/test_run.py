@@ -181,7 +181,6 @@ def test_zero_3_does_not_change_a_markov_curve(stages: Stages, recorded: Path) -
         assert got == pytest.approx(want, rel=1e-4)
 
 
-@pytest.mark.long
 def test_every_carry_trains_and_exports(stages: Stages, recorded: Path) -> None:
     configs = {}
     for rows, distinction in CARRIES:
@@ -261,16 +260,7 @@ def test_a_killed_run_resumes_with_the_same_curve(stages: Stages, recorded: Path
     assert losses(cut) == pytest.approx(want, rel=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "zero_stage",
-    [
-        pytest.param(0, marks=pytest.mark.long),
-        1,
-        pytest.param(2, marks=pytest.mark.long),
-        3,
-    ],
-)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_ranks_zero_stage_and_micro_batch_do_not_change_the_curve(
     stages: Stages, recorded: Path, zero_stage
 ) -> None:

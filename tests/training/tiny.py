@@ -25,12 +25,18 @@ CARRIES = [
     ("target_top5", "none"),
 ]
 CAP = 3.0  # of the Gemma target's logits; most of them are larger without it
+WINDOW = 3  # of sliding layers: shorter than a branch
 LAYERS = (0, 1)  # not the last block: transformers reports its output after the final norm
 
 
 def tiny_target(family: str = "llama", seed: int = 0):
-    """A 3-block random target, hidden 32, grouped-query heads."""
+    """A 3-block random target, hidden 32, grouped-query heads.
+
+    family: llama, qwen3 or gemma4; "qwen3, sliding" and "gemma4, sliding" have sliding layers.
+    """
     torch.manual_seed(seed)
+    family, _, sliding = family.partition(", ")
+    layers = ["sliding_attention" if sliding else "full_attention"] * 2 + ["full_attention"]
     shape = dict(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
@@ -39,13 +45,14 @@ def tiny_target(family: str = "llama", seed: int = 0):
         model = LlamaForCausalLM(LlamaConfig(**shape))
     elif family == "gemma4":
         config = Gemma4TextConfig(
-            **shape, layer_types=["full_attention"] * 3, global_head_dim=16,
+            **shape, layer_types=layers, sliding_window=WINDOW, global_head_dim=16,
             num_global_key_value_heads=2, attention_k_eq_v=True, hidden_size_per_layer_input=0,
             final_logit_softcapping=CAP,
         )  # fmt: skip
         model = Gemma4ForCausalLM(config)
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+        window = {"use_sliding_window": True, "sliding_window": WINDOW} if sliding else {}
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, layer_types=layers, **window))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.ndim > 1 else 1).add_(torch.randn_like(parameter) * 0.05)
