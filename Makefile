@@ -24,7 +24,8 @@ setup:
 
 demo: setup
 	@python scripts/unlock.py
-	@snakemake --cores all $(ARGS)
+	@snakemake --cores all $(ARGS) || \
+	    { echo "Stopped. The reason stands above; typed again, make demo goes on from here." >&2; exit 1; }
 	@$(if $(ARGS),,scripts/show_results.sh results)
 
 test: setup

@@ -381,6 +381,22 @@ def test_progress_writes_a_line_now_and_then(monkeypatch, capsys):
     assert progress_module.LINE_SECONDS == 15
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_waited_for_does_not_slow_the_rate(monkeypatch, capsys, terminal):
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    with Progress(total=40, unit="row", desc="measure") as progress:
+        with progress.waiting("starting engines"):
+            clock[0] += 60
+        clock[0] += 20
+        progress.update(20)
+    shown = capsys.readouterr().err
+    assert "starting engines" in shown
+    assert re.search(r"20/40.* 1(\.00)? row/s", shown), shown
+
+
 def test_progress_is_a_bar_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with Progress(total=4, unit="row", desc="read") as progress:

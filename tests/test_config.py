@@ -161,6 +161,13 @@ def test_every_way_to_write_a_number(write, written, value):
     assert config.training.baseline.learning_rate == value
 
 
+def test_an_overlay_alone_is_told_what_it_goes_after(write):
+    own = write(MINIMAL + "  Mine: {proposals: 5}\n")
+    assert problems(files=own) == [
+        f"{own}: drafters.Mine.kind: missing; an overlay goes after config/config.yaml"
+    ]
+
+
 def test_overlays_merge_left_to_right(write):
     first = write("training: {baseline: {steps: 5}, clip: 2.0}", "first.yaml")
     second = write("training: {baseline: {steps: 6}}", "second.yaml")

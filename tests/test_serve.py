@@ -166,6 +166,11 @@ def random_ids(numbers: random.Random, length: int) -> list[int]:
     return [numbers.randrange(4, 260) for _ in range(length)]
 
 
+def test_the_log_says_that_rejected_states_are_carried(server: Server) -> None:
+    said = "carryover: rejected states are carried into the next draft"
+    assert said in server.log.read_text()
+
+
 def test_a_client_streams_what_the_target_says(server: Server) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
     asked: dict[str, Any] = {

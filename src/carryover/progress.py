@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -57,6 +59,21 @@ class Progress:
         self._total = total
         if self._bar is not None:
             self._bar.total = total  # shown with the next update
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Says `what` is done meanwhile; its time does not count for the rate."""
+        start = time.monotonic()
+        if self._bar is None:
+            print(f"{self.desc}: {what}", file=sys.stderr, flush=True)
+        else:
+            self._bar.set_postfix_str(what)
+        yield
+        waited = time.monotonic() - start
+        self._start += waited
+        if self._bar is not None:
+            self._bar.start_t += waited
+            self._bar.set_postfix(self._postfix, refresh=False)
 
     def update(self, n: int = 1, **postfix: Any) -> None:
         """Counts `n` more units; `postfix` (loss=..., tau=...) is shown beside them."""

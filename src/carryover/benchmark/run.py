@@ -94,8 +94,12 @@ def run(config: Config, *, target: str, drafter: str, temperature: float) -> Non
         done=sum(len(group) for group in groups if group not in missing),
     ) as progress:
         for batch in _by_engines(missing, interleave=config.benchmark.interleave):
-            with _Engines(config, target, drafter, output, batch[0]) as running:
-                running.warm_up(tasks[: config.benchmark.warmup_prompts])
+            with ExitStack() as stack:
+                with progress.waiting("starting engines"):
+                    running = stack.enter_context(
+                        _Engines(config, target, drafter, output, batch[0])
+                    )
+                    running.warm_up(tasks[: config.benchmark.warmup_prompts])
                 for group in batch:
                     rows = [facts | running.measure(cell) for cell in group]
                     journal.append(rows)

@@ -277,8 +277,7 @@ def _message(detail: ErrorDetails, path: Sequence[str | int], layers: Sequence[L
         near = nearest_key(path)
         return f"unknown key; did you mean {near}?" if near else "unknown key"
     if kind == "missing":
-        # Only targets and drafters have no default, so a lone overlay lacks just these.
-        lone = len(path) == 1 and len(_files(layers)) == 1
+        lone = len(_files(layers)) == 1
         return f"missing{'; an overlay goes after config/config.yaml' if lone else ''}"
     if kind == "value_error":
         return str(context["error"])

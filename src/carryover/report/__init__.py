@@ -81,7 +81,7 @@ def _read_benchmarks(config: Config, paths: Paths) -> tuple[pd.DataFrame, dict[s
                 if not path.is_file():
                     raise CarryoverError(
                         f"the benchmark file {path} is missing",
-                        f"run `carryover benchmark --target {target} --drafter {drafter} "
+                        f"Run `carryover benchmark --target {target} --drafter {drafter} "
                         f"--temperature {temperature:g}`",
                     )
                 expected = config.stage("benchmark", target, drafter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from carryover.errors import CarryoverError
@@ -21,6 +22,10 @@ if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 else:
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+
+
+# vLLM shows what its own loggers say, and those below them.
+logger = init_logger(f"vllm.{__name__}")
 
 
 class CarryoverWorker(PlatformWorker):
@@ -45,6 +50,10 @@ class CarryoverWorker(PlatformWorker):
         if settings is None or (settings.needs_worker is None and trace is None):
             return
         require_known()
+        logger.info(
+            "carryover: rejected states are %s into the next draft",
+            "carried" if settings.enabled else "not carried",
+        )
         runner: Any = self.model_runner
         # Imported late: under an unknown vLLM they may not even import.
         if self.use_v2_model_runner:
